@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from threading import Thread, main_thread
 from types import TracebackType
 from typing import Any
@@ -137,6 +137,7 @@ def reporting(text: str) -> Iterator[bool]:
         channel.announce(f"{key}/done", text)
 
 
+@cache  # a program may join several jobs, one after another; a hook inside of a hook would wait for itself
 def share_tracebacks() -> None:
     """Let one rank print the traceback of an error that several ranks of the job raise; the others print its text."""
     before = sys.excepthook

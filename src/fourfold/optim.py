@@ -69,8 +69,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     fused = False
     """Whether torch's kernel scales the gradients, and skips a step that the device finds to be bad."""
-    not_recordable = "the host decides whether to skip a step of this optimizer"
-    """Why a step of this optimizer cannot be part of a CUDA graph; empty if it can."""
 
     def __init__(self, model: nn.Module, lr: float, *, weight_decay: float, **options: Any) -> None:
         """Make the optimizer of torch with these options on the rows of the model's parameters that this rank steps."""
@@ -96,6 +94,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__([group for group in groups if group["params"]], **self.options)  # type: ignore[call-arg]
         # what recorded steps read; fp32, which is what torch's fused kernels take
         self._rates = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
+
+    @property
+    def not_recordable(self) -> str:
+        """Why a step of this optimizer cannot be part of a CUDA graph; empty if it can."""
+        return "" if self.fused else "the host decides whether to skip a step of this optimizer"
 
     def make_state(self) -> None:
         """Make the state of all parameters that have none yet; otherwise the first step makes it.
@@ -244,7 +247,6 @@ class AdamW(ShardedOptimizer, torch.optim.AdamW):
     """
 
     fused = True
-    not_recordable = ""
 
     def __init__(
         self,
@@ -271,7 +273,6 @@ class SGD(ShardedOptimizer, torch.optim.SGD):
     """
 
     fused = True
-    not_recordable = ""
 
     def __init__(
         self,

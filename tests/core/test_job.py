@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from fourfold import job
 from fourfold.cli import main
 from fourfold.environment import Environment, master_address
 from fourfold.errors import LateRanksError
-from fourfold.job import Channel
+from fourfold.job import Channel, share_tracebacks
 
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -164,3 +165,13 @@ def test_a_rank_that_is_started_again_is_not_a_second_one(monkeypatch: pytest.Mo
     for start in range(2):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
         job.meet_ranks(Channel(job.JOINING, range(1), store, rank=0), time.monotonic() + 5)
+
+
+def test_joining_twice_hooks_tracebacks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inner of two hooks would wait for the outer one, which waits for it."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
+    share_tracebacks.cache_clear()
+    share_tracebacks()
+    hook = sys.excepthook
+    share_tracebacks()
+    assert sys.excepthook is hook

@@ -76,21 +76,25 @@ def test_what_is_wrong_is_found(text: str, said: str, tmp_path: Path, monkeypatc
         follow(page, folder)
 
 
-def test_a_block_with_the_name_of_a_file_is_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pages.ROOT", tmp_path)
-    page, folder = tmp_path / "test.md", tmp_path / "there"
-    page.write_text("```toml\n# run.toml\n[model]\n```\n\n```bash\ngrep model run.toml\n```\n")
+def followed(text: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Follow a page of this text, and return the folder in which its commands ran."""
+    monkeypatch.setattr("pages.ROOT", home)
+    page, folder = home / "test.md", home / "there"
+    page.write_text(text)
     folder.mkdir()
     follow(page, folder)
+    return folder
+
+
+def test_a_block_with_the_name_of_a_file_is_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "```toml\n# run.toml\n[model]\n```\n\n```bash\ngrep model run.toml\n```\n"
+    folder = followed(text, tmp_path, monkeypatch)
     assert (folder / "run.toml").read_text() == "# run.toml\n[model]\n"
 
 
 def test_a_block_for_another_framework_is_compiled_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pages.ROOT", tmp_path)
-    page, folder = tmp_path / "test.md", tmp_path / "there"
-    page.write_text("<!-- not run -->\n\n```python\nimport nowhere\n```\n\n<!-- ranks: 1 -->\n")
-    folder.mkdir()
-    follow(page, folder)
+    text = "<!-- not run -->\n\n```python\nimport nowhere\n```\n\n<!-- ranks: 1 -->\n"
+    followed(text, tmp_path, monkeypatch)
 
 
 def test_commands_go_on_over_lines() -> None:

@@ -417,7 +417,7 @@ class CheckpointSection:
     """Whether to save at intervals and when the run ends, also after Ctrl-C, SIGTERM and SIGHUP."""
     minutes: float | None = None
     """Minutes between checkpoints; 0 saves only at the end and after every so many steps, if `every` is set. By default
-    30, and fewer on so many devices that one of them fails often."""
+    5 to 30: fewer where a save takes little time, or where so many devices train that one of them fails often."""
     every: int = 0
     """Steps between checkpoints; 0 sets no number of steps."""
     keep_last: int = 2
