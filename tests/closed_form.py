@@ -26,6 +26,8 @@ APART = Overlap(joint_bytes=0)
 """Sends every message over z by itself, as the formulas list them, and as a first pass does anyway."""
 STATISTIC_NBYTES = 8
 """Sums of losses, counts and squared norms are fp64."""
+ID_NBYTES = 8
+"""Ids of tokens are int64."""
 Owed = tuple[str, tuple[str, ...], int, int]
 Members = dict[str, tuple[int, int]]
 """Rows of each parameter's shard and bytes of a row, by name."""
@@ -169,10 +171,16 @@ class ClosedForm:
 
     def embedding(self) -> Iterator[Collective]:
         table = [(self.vocab_rows, self.k)]
-        yield from self.weights("all_gather", table, [], "embedding")
+        tokens = self.m * self.shape.z
+        if self.policy.even_tokens and tokens < ceil(self.config.vocab / self.shape.x):
+            yield from self.message("all_gather", "z", tokens, "embedding", ID_NBYTES)
+            for op in ("reduce_scatter", "all_gather"):
+                yield from self.message(op, "z", tokens * self.k, "embedding")
+        else:
+            yield from self.weights("all_gather", table, [], "embedding")
+            yield from self.weights("reduce_scatter", table, [], "embedding")
         yield from self.leave("embedding")
         yield from self.leave("embedding", backward=True)
-        yield from self.weights("reduce_scatter", table, [], "embedding")
         if self.config.positions == "learned":
             for op in ("all_gather", "reduce_scatter"):
                 yield from self.weights(op, [(self.config.seq, self.k)], [], "positions")

@@ -122,6 +122,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "chunked loss": ("gpt-tiny", {"loss_chunk": 16}, 1, {}),
     "compiled": ("gpt-tiny", {"compile": True}, 1, {}),
     "sgd": ("gpt-tiny", {}, 1, {"optimizer_kind": "SGD"}),
+    "tokens to the table": ("gpt-tiny", {"even_tokens": True}, 1, {"vocab": 1000}),
     "lora": ("gpt-tiny", {}, 1, {"lora": LoraConfig(rank=4, dropout=0.1)}),
     "parallelize gpt": ("gpt-tiny", {}, 1, {"wrapped": True}),
     "parallelize llama bf16": ("llama-tiny", {"compute_dtype": "bfloat16"}, 1, {"wrapped": True}),

@@ -48,6 +48,7 @@ class Options:
     two_layers: bool = False
     halves: bool = False
     aligned: bool = False
+    even_tokens: bool = False
 
     def __str__(self) -> str:
         return "+".join(f.name for f in dataclasses.fields(self) if getattr(self, f.name)) or "none"
@@ -87,7 +88,8 @@ class Case:
             bias=options.bias,
             tied=options.tied,
             qk_norm=options.qk_norm,
-            vocab=53 if options.odd_vocab else 48,
+            # large enough for tokens to go to the table
+            vocab=(53 if options.odd_vocab else 48) * (10 if options.even_tokens else 1),
             seq=16,
         )
 
@@ -99,6 +101,7 @@ class Case:
             keep_gathered=options.keep_gathered,
             keep_weights=options.keep_weights,
             bucket_bytes=10_000,  # several buckets even here
+            even_tokens=options.even_tokens,
             overlap=Overlap(halves=2 if options.halves else 1),
         )
 

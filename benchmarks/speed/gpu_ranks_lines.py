@@ -30,7 +30,7 @@ PEER_MODES: tuple[Mode, ...] = ("eager", "compiled")
 """The peers have no captured step: neither FSDP2 nor DTensor nor the pipelines support one."""
 
 
-BASE = ff.Policy(keep_gathered=True)
+BASE = ff.Policy(keep_gathered=True, even_tokens=True)
 """Keeps gathered inputs for backward, as torch's TP does. `regather` lines gather them again instead, and lines with
 kept weights also keep the weights that were gathered over z, as FSDP2 does without resharding."""
 

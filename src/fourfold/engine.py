@@ -145,7 +145,7 @@ class Prefetcher:
         self._largest = 0
 
     def begin(self, kind: Hashable) -> None:
-        """Begin a forward pass."""
+        """Begin a forward pass, and prefetch its first weights."""
         if self._kind in self._followed:  # the pass before had no backward, or `_follow` would have changed the kind
             self._followed[self._kind] = False
         self.end()
@@ -153,6 +153,7 @@ class Prefetcher:
         if torch.is_grad_enabled():
             self._followed.setdefault(kind, False)
         self._kind = kind
+        self._launch_next()
 
     def end(self) -> None:
         """End a pass: wait for gathers that nobody used, and free them."""

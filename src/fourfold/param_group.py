@@ -291,6 +291,11 @@ class ParamGroup:
             gradients = complete
         self.scatter(gradients, turns=turns, during=during)
 
+    def deposit(self, gradients: list[Tensor], *, during: ForwardPass) -> None:
+        """Add gradients of this rank's shards that are complete over z already, from one half."""
+        self.gradients.expect_end()
+        self.gradients.deposit(self.parameters, gradients, during=during)
+
     def scatter(self, gradients: Sequence[Tensor], *, turns: int, during: ForwardPass) -> None:
         """Sum gradients of all halves over z and deposit this rank's shards (`Gradients.scatter`)."""
         dtype = self.reduce_dtype

@@ -121,6 +121,10 @@ class Policy:
     z are 1) all of it as one function."""
     overlap: Overlap = Overlap()
     """How much communication overlaps with computation."""
+    even_tokens: bool = False
+    """Rely on it that in every pass all places along z have equally many tokens, as in the trainer. Then tokens may go
+    to the embedding's table instead of the table to the tokens, where that sends fewer bytes. With other numbers of
+    tokens ranks would wait for each other for ever."""
     check_inputs: bool = False
     """Check token ids on a GPU as well, which makes the host wait for them; on the CPU they are always checked."""
 

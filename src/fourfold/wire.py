@@ -4,7 +4,8 @@
 ring or a halving tree, many hops one after another, and its reduce-scatter moves twice the minimum. So on the CPU a
 small message takes a single round, in which every rank sends to every other and sums are local, and a large
 reduce-scatter goes around a ring of our own, which moves the minimum and crosses between nodes no more often than it
-must.
+must. The tensors of a message travel in one buffer, except for large ones on a GPU, which NCCL sends from where they
+are.
 
 Every function starts a collective and returns a function that waits for it. That function also holds the tensors that
 the collective reads, because the backend does not.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from threading import Thread
 
 import torch
@@ -29,6 +31,9 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 ONE_ROUND_NBYTES = 64 << 10
 """On the CPU a collective takes one round instead of a ring while the messages to all ranks are smaller than this:
 below it, latency takes more time than the additional bytes."""
+PACKED_NBYTES = 4 << 20
+"""On a GPU a tensor shares the buffer of its message if this rank's part is smaller than this. NCCL takes 30 to 60 us
+for each tensor, and copying one of this size takes less; the buffer of larger ones would need too much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,51 +57,58 @@ class Link:
 
 def all_gather(shards: Sequence[Tensor], wholes: Sequence[Tensor], link: Link) -> Callable[[], None]:
     """Start writing every rank's shards into wholes of shape [ranks, *shard.shape]."""
-    if shards[0].is_cuda and len(shards) > 1:
+    packed = _share_buffer(shards)
+    messages = [pair for pair, shares in zip(zip(shards, wholes, strict=True), packed, strict=True) if not shares]
+    unpack = _nothing
+    if True in packed:
+        parts, targets = list(compress(shards, packed)), list(compress(wholes, packed))
+        if len({part.dtype for part in parts}) > 1:
+            parts, targets = _as_bytes(parts), _as_bytes(targets)
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        joined = sent.new_empty(len(targets[0]), sent.numel())
+        messages.append((sent, joined))
+
+        def unpack() -> None:
+            columns = [target.view(len(joined), -1) for target in targets]
+            torch.split_with_sizes_copy(joined, [part.numel() for part in parts], dim=1, out=columns)
+
+    if len(messages) > 1:
         with dist._coalescing_manager(link.group, async_ops=True) as together:
-            for shard, whole in zip(shards, wholes, strict=True):
+            for shard, whole in messages:
                 _all_gather_single(whole.view(-1), shard.reshape(-1), group=link.group, async_op=True)
-        return lambda: (together.wait(), shards, None)[2]
-    sent, joined = shards[0].reshape(-1), wholes[0]
-    if len(shards) > 1:
-        if len({shard.dtype for shard in shards}) > 1:
-            shards, wholes = _as_bytes(shards), _as_bytes(wholes)
-        sent = torch.cat([shard.reshape(-1) for shard in shards])
-        joined = sent.new_empty(len(wholes[0]), sent.numel())
-    if _takes_one_round(joined.nbytes, joined):
-        sent = sent.repeat(len(joined))
-        finish = link.watch(dist.all_to_all_single(joined.view(-1), sent, group=link.group, async_op=True))
+        return lambda: (together.wait(), unpack(), messages, None)[3]
+    ((shard, whole),) = messages
+    sent = shard.reshape(-1)
+    if _takes_one_round(whole.nbytes, whole):
+        sent = sent.repeat(len(whole))
+        finish = link.watch(dist.all_to_all_single(whole.view(-1), sent, group=link.group, async_op=True))
     else:
-        finish = link.watch(_all_gather_single(joined.view(-1), sent, group=link.group, async_op=True))
-
-    def unpack() -> None:
-        finish()
-        if len(shards) > 1:
-            columns = joined.split([shard.numel() for shard in shards], dim=1)
-            for column, whole in zip(columns, wholes, strict=True):
-                whole.view(len(joined), -1).copy_(column)
-
-    return lambda: (unpack(), sent, None)[2]
+        finish = link.watch(_all_gather_single(whole.view(-1), sent, group=link.group, async_op=True))
+    return lambda: (finish(), unpack(), sent, None)[3]
 
 
 def all_reduce(tensors: Sequence[Tensor], link: Link) -> Callable[[], None]:
     """Start summing tensors over all ranks, each in place."""
-    if len(tensors) == 1:
-        return _all_reduce(tensors[0], link)
-    if tensors[0].is_cuda:
+    packed = _share_buffer(tensors)
+    totals = [tensor for tensor, shares in zip(tensors, packed, strict=True) if not shares]
+    unpack = _nothing
+    if True in packed:
+        parts = list(compress(tensors, packed))
+        buffer = torch.cat([part.reshape(-1) for part in parts])
+        totals.append(buffer)
+
+        def unpack() -> None:
+            sums = buffer.split([part.numel() for part in parts])
+            torch._foreach_copy_(parts, [total.view_as(part) for part, total in zip(parts, sums, strict=True)])
+
+    if len(totals) == 1:
+        finish = _all_reduce(totals[0], link)
+    else:
         with dist._coalescing_manager(link.group, async_ops=True) as together:
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=link.group, async_op=True)
-        return lambda: (together.wait(), tensors, None)[2]
-    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    finish = _all_reduce(packed, link)
-
-    def unpack() -> None:
-        finish()
-        for tensor, total in zip(tensors, packed.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(total.view_as(tensor))
-
-    return unpack
+            for total in totals:
+                dist.all_reduce(total, group=link.group, async_op=True)
+        finish = together.wait
+    return lambda: (finish(), unpack(), totals, None)[3]
 
 
 def _all_reduce(total: Tensor, link: Link) -> Callable[[], None]:
@@ -111,13 +123,8 @@ def _all_reduce(total: Tensor, link: Link) -> Callable[[], None]:
 
 def reduce_scatter(wholes: Sequence[Tensor], link: Link) -> Callable[[], list[Tensor]]:
     """Start summing `whole[rank]` over all ranks for each whole of shape [ranks, ...]; waiting returns the sums."""
-    shapes = [whole.shape[1:] for whole in wholes]
-    if wholes[0].is_cuda and len(wholes) > 1:
-        sums = [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)]
-        with dist._coalescing_manager(link.group, async_ops=True) as together:
-            for whole, total in zip(wholes, sums, strict=True):
-                _reduce_scatter_single(total.view(-1), whole.reshape(-1), group=link.group, async_op=True)
-        return lambda: (together.wait(), wholes, sums)[2]
+    if wholes[0].is_cuda:
+        return _reduce_scatter_on_gpu(wholes, link)
     # How a tensor is summed depends on its own size, not on what travels with it.
     small = [_takes_one_round(whole.nbytes, whole) for whole in wholes]
     if True in small and False in small:
@@ -131,11 +138,7 @@ def reduce_scatter(wholes: Sequence[Tensor], link: Link) -> Callable[[], list[Te
         return in_order
     rows = [whole.reshape(len(whole), -1) for whole in wholes]
     sent = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
-    if sent.is_cuda:
-        total = torch.empty_like(sent[0])
-        arrive = link.watch(_reduce_scatter_single(total, sent.view(-1), group=link.group, async_op=True))
-        finish = lambda: (arrive(), sent, total)[2]  # noqa: E731
-    elif small[0]:
+    if small[0]:
         parts = torch.empty_like(sent)
         arrive = link.watch(dist.all_to_all_single(parts, sent, group=link.group, async_op=True))
         finish = lambda: (arrive(), sent, _sum_in_order(parts))[2]  # noqa: E731
@@ -144,9 +147,44 @@ def reduce_scatter(wholes: Sequence[Tensor], link: Link) -> Callable[[], list[Te
 
     def unpack() -> list[Tensor]:
         columns = finish().split([row.shape[1] for row in rows])
-        return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
+        return [column.view(whole.shape[1:]) for column, whole in zip(columns, wholes, strict=True)]
 
     return unpack
+
+
+def _reduce_scatter_on_gpu(wholes: Sequence[Tensor], link: Link) -> Callable[[], list[Tensor]]:
+    packed = _share_buffer([whole[0] for whole in wholes])
+    rows = [whole.reshape(len(whole), -1) for whole in wholes]
+    sent = [row.contiguous() for row, shares in zip(rows, packed, strict=True) if not shares]
+    sizes = [row.shape[1] for row in compress(rows, packed)]
+    if sizes:
+        sent.append(torch.cat(list(compress(rows, packed)), dim=1))
+    sums = [torch.empty_like(each[0]) for each in sent]
+    if len(sent) == 1:
+        finish = link.watch(_reduce_scatter_single(sums[0], sent[0].view(-1), group=link.group, async_op=True))
+    else:
+        with dist._coalescing_manager(link.group, async_ops=True) as together:
+            for total, each in zip(sums, sent, strict=True):
+                _reduce_scatter_single(total, each.view(-1), group=link.group, async_op=True)
+        finish = together.wait
+
+    def unpack() -> list[Tensor]:
+        finish()
+        alone, columns = iter(sums), iter(sums[-1].split(sizes) if sizes else ())
+        found = [next(columns if shares else alone) for shares in packed]
+        return [total.view(whole.shape[1:]) for total, whole in zip(found, wholes, strict=True)]
+
+    return lambda: (unpack(), sent)[0]
+
+
+def _share_buffer(parts: Sequence[Tensor]) -> list[bool]:
+    """Return which tensors of a message, given by this rank's part of each, travel in one buffer."""
+    small = [not part.is_cuda or part.nbytes < PACKED_NBYTES for part in parts]
+    return small if sum(small) > 1 else [False] * len(small)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -37,7 +37,7 @@ def walk(out: Path, options: list[str]) -> None:
     if left.returncode:
         sys.exit(f"it ended with {left.returncode}:\n{left.stdout}\n{left.stderr}")
     text = left.stdout
-    require(len(re.findall(r"^\$ fourfold ", text, re.MULTILINE)) == 6, "six commands are shown", text)
+    require(len(re.findall(r"^\$ fourfold ", text, re.MULTILINE)) == 7, "seven commands are shown", text)
     require(re.search(r"^1  x=\d+ ", text, re.MULTILINE) is not None, "a table of grids", text)
     require((out / "run" / "report.html").stat().st_size > 1_000_000, "a report with its figures", text)
     events = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -158,6 +158,10 @@ CASES = [
     Case(DEEP, Shape(x=2, z=2), CHUNKED, 4, 512, micro_steps=2),
     Case(GPT, Shape(data=2), CHUNKED, 1, 512, micro_steps=3),
     Case(GPT, Shape(z=8), bf16(reduce_dtype=torch.bfloat16), 1, 256),
+    # tokens that go to the table
+    *(Case(GPT, shape, bf16(even_tokens=True), 2, 1024) for shape in (Shape(z=8), Shape(x=2, z=4))),
+    Case(LLAMA, Shape(x=2, z=4), replace(BLOCK, even_tokens=True), 4, 2048),
+    Case(ODD, Shape(z=4), Policy(even_tokens=True, overlap=Overlap.off()), 2, 1024),
 ]
 
 

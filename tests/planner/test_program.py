@@ -72,6 +72,7 @@ def cases() -> list[tuple[str, Shape, Policy, int]]:
             shard_optimizer=draw.random() < 0.5,
             compute_dtype=draw.choice([None, torch.bfloat16]),
             bucket_bytes=draw.choice([4000, 25 << 20]),
+            even_tokens=draw.random() < 0.7,
             overlap=overlap,
         )
         if MODELS[name].misfit(shape, policy) is None:

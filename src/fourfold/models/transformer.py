@@ -209,7 +209,8 @@ class Transformer(Layer):
         if fault and not self._reads(tokens):
             raise ValueError(fault)
         if fault:  # continue with other ids: the other ranks wait in the collectives, and all ranks raise at the end
-            tokens = torch.zeros(1, 1, dtype=torch.long, device=tokens.device)
+            shape = tokens.shape if tokens.dim() == 2 and tokens.numel() else (1, 1)
+            tokens = torch.zeros(shape, dtype=torch.long, device=tokens.device)
             targets = None if targets is None else tokens
             positions = None
         if self.training:
@@ -322,6 +323,11 @@ class Transformer(Layer):
                 fault = fault or (
                     f"ranks of one place were given different rows; ranks that have the same coordinates on "
                     f"{' and '.join(BATCH)} must read the same rows (ff.local_rows gives each rank its rows)"
+                )
+            if self.policy.even_tokens and not equal_along(tokens.numel(), self.grid, (GATHERED,)):
+                raise ValueError(
+                    f"this place has {tokens.numel()} tokens and another place along {GATHERED} has another number; "
+                    "give all places equally many, or build with Policy(even_tokens=False)"
                 )
             halves = self.halves(*tokens.shape).number if tokens.dim() == 2 else 1
             if not equal_along(halves, self.grid, BATCH):

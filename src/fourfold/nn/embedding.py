@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from fourfold import comm
 from fourfold.engine import Turns
-from fourfold.grid import Grid
+from fourfold.grid import Grid, Shape
 from fourfold.layout import (
     EXPAND_WEIGHT,
     GATHERED,
@@ -40,6 +40,16 @@ from fourfold.policy import Policy
 from fourfold.product import Factor, matmul_into
 
 
+def looks_up_in_place(policy: Policy, shape: Shape, vocab: int, tokens: int) -> bool:
+    """Return whether `tokens` tokens of each place go to the table over z, instead of the table to the tokens.
+
+    A lookup in place sends z * tokens rows where a gathered table has ceil(V/x). All ranks must come to the same
+    answer, so places must have equally many tokens.
+    """
+    ranks = shape.sizes[GATHERED]
+    return policy.even_tokens and ranks > 1 and ranks * tokens < -(-vocab // shape.x)
+
+
 class Lookup(torch.autograd.Function):
     """out[i] = w[id_i - first] if this rank holds that row, else 0; dw[r] = sum of dout over ids of row r.
 
@@ -51,27 +61,70 @@ class Lookup(torch.autograd.Function):
     def forward(ctx: Any, group: ParamGroup, ids: Tensor, first: int, untrained: int | None, _: nn.Parameter) -> Tensor:
         ctx.group, ctx.turns, ctx.during = group, group.engine.turn.of, group.use()
         with group.using(turns=ctx.turns) as (w,):
-            rows = ids - first
-            elsewhere = (rows < 0) | (rows >= w.shape[0])
-            ctx.held = w.shape[0]
-            left_out = elsewhere if untrained is None else elsewhere | (ids == untrained)
-            ctx.save_for_backward(rows.masked_fill(left_out, w.shape[0]))
-            if w.shape[0] == 0:  # a rank past the end of a small vocabulary: torch cannot look up in an empty table
-                return w.new_zeros(len(ids), w.shape[1])
-            found = functional.embedding(rows.masked_fill(elsewhere, 0), w)
-        return found.masked_fill_(elsewhere[:, None], 0)
+            ctx.held = len(w)
+            found, rows = look_up(w, ids - first, None if untrained is None else untrained - first)
+        ctx.save_for_backward(rows)
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (rows,) = ctx.saved_tensors
         if ctx.group.members[0].parameter.requires_grad:
-            # Rows of other ranks point past the end, at the row that the kernel leaves out. The cast comes first, since
-            # the sum of a frequent token must not be rounded at every term.
-            wide = dout.to(ctx.group.reduce_dtype)
-            dw = torch.ops.aten.embedding_dense_backward(wide, rows, ctx.held + 1, ctx.held, False)
-            ctx.group.add([dw[: ctx.held]], turns=ctx.turns, during=ctx.during)
+            dw = gradient_of_table(dout.to(ctx.group.reduce_dtype), rows, ctx.held)
+            ctx.group.add([dw], turns=ctx.turns, during=ctx.during)
         return None, None, None, None, None
+
+
+class LookupInPlace(torch.autograd.Function):
+    """The same as `Lookup`, in the rows that this rank stores: ids travel over z, then what they find, but no table.
+
+    w [r/z, h/y], ids [m/z] gathered over z to [m]; found [m, h/y] {sum x z}, of which out is this place's part:
+    [m/z, h/y] {sum x}. In backward dout is gathered over z, and dw is complete over z.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: ParamGroup, ids: Tensor, first: int, untrained: int | None, _: nn.Parameter) -> Tensor:
+        ctx.group, ctx.during, grid = group, group.use(), group.grid
+        ids = comm.all_gather(ids.long(), grid, GATHERED, label=group.label).wait()
+        first += chunk(group.rows[0], grid.size(GATHERED), grid.coords[GATHERED]).start
+        (w,) = group.shards()
+        ctx.held = len(w)
+        found, rows = look_up(w, ids - first, None if untrained is None else untrained - first)
+        ctx.save_for_backward(rows)
+        return comm.reduce_scatter(found, grid, GATHERED, label=group.label).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        if ctx.group.members[0].parameter.requires_grad:
+            dout = comm.all_gather(dout, ctx.group.grid, GATHERED, label=ctx.group.label).wait()
+            dw = gradient_of_table(dout.to(ctx.group.reduce_dtype), rows, ctx.held)
+            ctx.group.deposit([dw], during=ctx.during)
+        return None, None, None, None, None
+
+
+def look_up(w: Tensor, rows: Tensor, untrained: int | None) -> tuple[Tensor, Tensor]:
+    """Return w[rows], and the rows that get a gradient.
+
+    A row outside of w is 0, and is replaced by the row behind the end, as `untrained` is: it gets no gradient.
+    """
+    elsewhere = (rows < 0) | (rows >= len(w))
+    left_out = elsewhere if untrained is None else elsewhere | (rows == untrained)
+    trained = rows.masked_fill(left_out, len(w))
+    if len(w) == 0:  # a rank past the end of a small vocabulary: torch cannot look up in an empty table
+        return w.new_zeros(len(rows), w.shape[1]), trained
+    found = functional.embedding(rows.masked_fill(elsewhere, 0), w)
+    return found.masked_fill_(elsewhere[:, None], 0), trained
+
+
+def gradient_of_table(dout: Tensor, rows: Tensor, held: int) -> Tensor:
+    """Return dw [held, h/y]; the row behind the end, at which rows of other ranks point, is left out.
+
+    Its dtype is that of dout: a cast comes first, since the sum of a frequent token must not be rounded at every term.
+    """
+    return torch.ops.aten.embedding_dense_backward(dout, rows, held + 1, held, False)[:held]
 
 
 class Embedding(Layer):
@@ -98,7 +151,9 @@ class Embedding(Layer):
 
     def launch(self, ids: Tensor) -> AsyncResult | Ready:
         first = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"]).start
-        found = Lookup.apply(self.group("weight"), ids.flatten(), first, self.untrained, self.weight)
+        in_place = looks_up_in_place(self.policy, self.grid.shape, self.vocab, ids.numel())
+        find = LookupInPlace if in_place else Lookup
+        found = find.apply(self.group("weight"), ids.flatten(), first, self.untrained, self.weight)
         return leave(found, self.site(ids.numel()))
 
 

@@ -374,18 +374,10 @@ class Rehearsal:
         sizes, item = self.sizes, self.structure.compute_itemsize
         elements = 0
         for weights in together:
-            names = weights.names
-            # a sharded optimizer may still be gathering these parameters from other replicas
-            if self.gradients is not None:
-                self.gradients.need(names)
-            if self.silent:
-                continue
-            # the shard is cast before it is sent, so that the message is smaller; a kept cast serves the whole pass
-            if self.structure.casts and not (self.structure.keeps_casts and self.cast.issuperset(names)):
-                self.cast.update(names)
-                moved = sizes.shard_elements(names) * (sizes.dtype.itemsize + item)
-                self.compute(ElementwiseOp(f"cast {weights.label}", moved))
-            elements += sizes.message_elements_again(names) if weights.again else sizes.message_elements(names)
+            self.read_shards(weights)
+            if not self.silent:
+                again = weights.again
+                elements += (sizes.message_elements_again if again else sizes.message_elements)(weights.names)
         label = joint_label([weights.label for weights in together])
         gathering = self.launch(lambda: sizes.message("all_gather", GATHERED, elements * item, label))
         if self.memory and self.structure.copies_weights and not self.silent:
@@ -393,6 +385,19 @@ class Rehearsal:
                 whole = sizes.elements_again if weights.again else sizes.elements
                 self.allocate(whole(weights.names) * item, "weights")
         return gathering
+
+    def read_shards(self, weights: WeightGroup) -> None:
+        """Have this rank's shards of weights in the compute dtype: a message of them is smaller.
+
+        A kept cast serves the whole pass.
+        """
+        names, structure = weights.names, self.structure
+        if self.gradients is not None:  # a sharded optimizer may still be gathering them from other replicas
+            self.gradients.need(names)
+        if structure.casts and not self.silent and not (structure.keeps_casts and self.cast.issuperset(names)):
+            self.cast.update(names)
+            moved = self.sizes.shard_elements(names) * (self.sizes.dtype.itemsize + structure.compute_itemsize)
+            self.compute(ElementwiseOp(f"cast {weights.label}", moved))
 
     def release(self, weights: WeightGroup, *, kept: bool) -> tuple[()]:
         """Free gathered or cast weights, except those that a product keeps until backward if `kept` is set."""
@@ -426,6 +431,16 @@ class Rehearsal:
             return
         in_flight = 0 if self.memory else sizes.most_elements(weights.names) * self.structure.reduce_itemsize
         self.engine.deferred.defer(PlannedReduction(self, weights, in_flight, made))
+
+    def add_shard_gradients(self, key: str, weights: WeightGroup, turns: int) -> None:
+        """Add the gradient of one of `turns` halves that is complete over z."""
+        made = self.sizes.shard_elements(weights.names) * self.structure.reduce_itemsize
+        first = self.engine.sums.begun((key, weights.names)) is None
+        self.allocate(made, "weights")
+        if not first:
+            self.free(made, "weights")
+        if self.engine.sums.add((key, weights.names), [], turns) is not None:
+            self.deposit(weights, made)
 
     def reduce(self, together: Sequence[WeightGroup]) -> PlannedWait:
         """Launch the reduction of the gradients of these weights in one message."""

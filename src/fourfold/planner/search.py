@@ -369,7 +369,8 @@ class _Search:
         if self.space.policies is not None:
             return self.space.policies
         modes: tuple[Activations, ...] = ("sharded", "replicated") if shape.x * shape.y > 1 else ("sharded",)
-        return [Policy(activations=mode, compute_dtype=self.task.compute, shard_optimizer=True) for mode in modes]
+        base = Policy(compute_dtype=self.task.compute, shard_optimizer=True, even_tokens=True)
+        return [replace(base, activations=mode) for mode in modes]
 
     def _rows(self, rows: int) -> Iterator[int]:
         if self.space.micro_steps is not None:
@@ -462,7 +463,7 @@ def _try(task: Task, build: ModelBuilder, shape: Shape, plan: GridPlan, found: l
     if task.rows % places:
         return f"data*z = {places} places do not divide a batch of {task.rows} rows"
     limit = task.usable_bytes
-    policy = Policy(compute_dtype=task.compute, shard_optimizer=shape.sizes[REPLICA] > 1)
+    policy = Policy(compute_dtype=task.compute, shard_optimizer=shape.sizes[REPLICA] > 1, even_tokens=True)
     reason = ""
     for rows in (each for each in range(task.rows // places, 0, -1) if task.rows // places % each == 0):
         plan.candidates += 1

@@ -34,6 +34,7 @@ from fourfold.layout import GATHERED, Spec, logits_columns
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig, halves_of
 from fourfold.models.transformer import Transformer
+from fourfold.nn.embedding import looks_up_in_place
 from fourfold.nn.layer import specs_of
 from fourfold.policy import Activations, Policy, Recompute
 
@@ -91,10 +92,13 @@ class Structure:
     """Whether ranks exchange K and V, because KV heads do not follow the cut of the queries."""
     cuts_kv_head: bool
     """Whether x cuts through a KV head."""
+    looks_up_in_place: bool
+    """Whether tokens go to the embedding's table over z, instead of the table to the tokens."""
 
     def __post_init__(self) -> None:
         config, policy, axes = self.config, self.policy, self.used_axes
-        self._hash = hash((config, policy, self.dtype, axes, self.halves, self.shares_kv))  # programs are cached by it
+        # programs are cached by it
+        self._hash = hash((config, policy, self.dtype, axes, self.halves, self.shares_kv, self.looks_up_in_place))
         self.sharded = policy.activations == "sharded"
         self.over_x, self.over_y = "x" in axes, "y" in axes
         self.cuts_rest = self.sharded and self.over_x  # x cuts tokens at rest
@@ -209,6 +213,7 @@ class LocalSizes:
         self.structure = structure = _structure(
             _kinds_of_layers(config), _kinds_of_work(policy), self.dtype, shape.used_axes, number,
             self.rows % number == 0, config.kv_heads % (x * inner_cut) != 0, config.kv_heads % x != 0,
+            looks_up_in_place(policy, shape, config.vocab, -(-self.rows // number) * seq),
         )  # fmt: skip
         wide = structure.wide_itemsize
 
@@ -233,6 +238,10 @@ class LocalSizes:
         self.merged_nbytes = 2 * self.statistic_nbytes * y  # the statistics of a LayerNorm, gathered over y
         self.token_nbytes = m * wide  # one statistic of the loss for each token of the place
         self.id_nbytes = m * ID_NBYTES
+        # the same of all places along z
+        self.all_stream = self.stream * shape.z
+        self.all_stream_nbytes = self.stream_nbytes * shape.z
+        self.all_id_nbytes = self.id_nbytes * shape.z
         self.position_nbytes = m_rest * ID_NBYTES
         self.mask_nbytes = self.rest if config.dropout else 0  # the mask of a dropout at rest
         self.rope_nbytes = 2 * seq * config.head_dim * wide  # tables of rotary positions

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from fourfold.axes import AXES, REPLICA
 from fourfold.engine import Turns
 from fourfold.grid import Shape
+from fourfold.layout import GATHERED
 from fourfold.ledger import Collective
 from fourfold.models.config import ModelConfig
 from fourfold.planner.program import (
@@ -162,8 +163,8 @@ class TransformerProgram:
             host.communicate(lambda: sum_over_batch(sizes, 1, "count targets"))
         for index in range(micro_steps):
             host.enter_phase("forward")
-            self.engine.begin("training")
             host.cast.clear()
+            self.engine.begin("training")
             self.forward(counted=micro_steps > 1, layers=self.config.layers)
             host.enter_phase("backward")
             host.run_backward(accumulating=index < micro_steps - 1)
@@ -291,8 +292,11 @@ class TransformerProgram:
 
     def embed(self, half: LocalSizes) -> Turns[PlannedStream]:
         host = self.host
-        host.allocate(half.id_nbytes, "activations")
-        self.lookup(self.weights("embedding"), half.stream, dout=gathered(half))
+        if half.structure.looks_up_in_place:
+            self.lookup_in_place(self.weights("embedding"), half)
+        else:
+            host.allocate(half.id_nbytes, "activations")
+            self.lookup(self.weights("embedding"), half.stream, dout=gathered(half))
         leaving = self.leave(half, "embedding")
         if leaving.travels:
             yield
@@ -325,6 +329,33 @@ class TransformerProgram:
             host.add_gradients("unit", table, turns, in_place=False)
             host.free(cast)
             host.free(dout)
+
+        host.on_backward(backward)
+
+    def lookup_in_place(self, table: WeightGroup, half: LocalSizes) -> None:
+        """Read the rows that this rank stores for the tokens of all places along z."""
+        host, turns, reduce = self.host, self.engine.turn.of, self.structure.reduce_itemsize
+        found = half.all_stream_nbytes
+        host.expect_gradients(table)
+        host.communicate(lambda: half.message("all_gather", GATHERED, half.all_id_nbytes, table.label))
+        host.allocate(half.all_id_nbytes, "activations")
+        host.read_shards(table)
+        host.compute(ElementwiseOp(f"lookup {table.label}", 2 * found))
+        host.allocate(found)
+        host.communicate(lambda: half.message("reduce_scatter", GATHERED, found, table.label))
+        host.free(found)
+
+        def backward() -> None:
+            host.allocate(found)
+            host.communicate(lambda: half.message("all_gather", GATHERED, found, table.label))
+            made = self.sizes.shard_elements(table.names) * reduce
+            host.compute(ElementwiseOp(f"dw {table.label}", 2 * found + made))
+            cast = 0 if reduce == self.structure.compute_itemsize else half.all_stream * reduce
+            host.allocate(cast)
+            host.add_shard_gradients("unit", table, turns)
+            host.free(cast)
+            host.free(found)
+            host.free(gathered(half))
 
         host.on_backward(backward)
 

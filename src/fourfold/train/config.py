@@ -169,11 +169,12 @@ GridSection = make_dataclass(
 POLICY_KEYS = {
     field.name: field.default
     for field in fields(Policy)
-    if field.name not in ("overlap", "compute_dtype", "reduce_dtype", "compile", "check_inputs", *LEFT_OPEN)
+    if field.name
+    not in ("overlap", "compute_dtype", "reduce_dtype", "compile", "even_tokens", "check_inputs", *LEFT_OPEN)
 }
 """The fields of `Policy` that the config gives as they are, with their defaults. The others have a section of their own
-(overlap), another spelling (dtypes, compile), may be `auto` (LEFT_OPEN), or are for debugging a model by hand
-(check_inputs)."""
+(overlap), another spelling (dtypes, compile), may be `auto` (LEFT_OPEN), hold for every run (even_tokens), or are for
+debugging a model by hand (check_inputs)."""
 
 
 class PolicyKeys:
@@ -202,6 +203,7 @@ class PolicyKeys:
             compute_dtype=DTYPES[self.dtype],
             reduce_dtype=None if self.reduce_dtype is None else DTYPES[self.reduce_dtype],
             compile=self.compile is True,
+            even_tokens=True,
             **{name: getattr(self, name) for name in POLICY_KEYS},
         )
         given = {name: getattr(self, name) for name in LEFT_OPEN}
