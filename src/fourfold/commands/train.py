@@ -105,23 +105,21 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     ranks = wanted_ranks(asked, options.ranks, device)
     people = sys.stderr if options.print_config else output(options.json)
 
-    def resolved(ranks: int) -> TrainConfig:
-        return resolve(
-            asked,
-            ranks,
-            on_gpu=device == "cuda",
-            memory_bytes=memory_bytes(device),
-            say=lambda reason: print(reason, file=people, flush=True),
-        )
+    say = partial(print, file=people, flush=True)
 
-    config = resolved(ranks)
+    def resolved(ranks: int, say: Callable[[str], object]) -> TrainConfig:
+        return resolve(asked, ranks, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=say)
+
+    reasons: list[str] = []
+    config = resolved(ranks, reasons.append)
+    restarts = wanted_restarts(config, options.restarts, ranks)
+    if ranks == 1 and not restarts and not options.print_config:
+        fork_server.close()
+        return _train(options, device)  # which resolves the config and prints the reasons itself
+    people.writelines(f"{reason}\n" for reason in reasons)
     if options.print_config:
         write_data(count_steps_here(config).toml(explained=True))
         return 0
-    restarts = wanted_restarts(config, options.restarts, ranks)
-    if ranks == 1 and not restarts:
-        fork_server.close()
-        return _train(options, device)
     out = config.train.out or default_folder(config)
     if options.resume is None and options.compare_serial is None:
         # before the first start, because restarted ranks would resume whatever run the folder holds
@@ -152,7 +150,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         start=config.watch.start,
         policy=RunRestarts(
             Path(out),
-            (lambda left: rank_arguments(resolved(left))) if may_shrink else None,
+            (lambda left: rank_arguments(resolved(left, say))) if may_shrink else None,
             from_nothing=options.restarts is not None,
         ),
     )
