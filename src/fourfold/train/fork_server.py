@@ -161,6 +161,7 @@ def _become_rank(env: Mapping[str, str], handlers: Mapping[int, Any], tells: int
     os.setsid()  # as the elastic agent does: it signals a rank with its whole group
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a new process: Ctrl-C at the start leaves no traceback
     os.environ.clear()
     os.environ |= env
     until = time.monotonic() + ADOPTED_SECONDS

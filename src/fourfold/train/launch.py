@@ -146,6 +146,8 @@ def launch(
         try:
             return _launch(ranks, arguments, errors, restarts, grace, start, policy, scratch)
         except SignalException as caught:
+            # The agent has waited for the ranks that it knew. If others were just starting, they must not complain.
+            signal_children(signal.SIGKILL)
             return _stopped(caught.sigval, errors, policy, scratch)
         finally:
             for name in (LAUNCHED, RESTARTED, BEGAN):
