@@ -146,12 +146,13 @@ class Embedding(Layer):
         self.vocab, self.untrained = vocab, untrained
         self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, init))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.launch(ids).wait()
+    def forward(self, ids: Tensor, most: int | None = None) -> Tensor:
+        return self.launch(ids, most).wait()
 
-    def launch(self, ids: Tensor) -> AsyncResult | Ready:
+    def launch(self, ids: Tensor, most: int | None = None) -> AsyncResult | Ready:
+        """`most` is the number of ids of the largest half, which decides for all halves: their gradients are summed."""
         first = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"]).start
-        in_place = looks_up_in_place(self.policy, self.grid.shape, self.vocab, ids.numel())
+        in_place = looks_up_in_place(self.policy, self.grid.shape, self.vocab, ids.numel() if most is None else most)
         find = LookupInPlace if in_place else Lookup
         found = find.apply(self.group("weight"), ids.flatten(), first, self.untrained, self.weight)
         return leave(found, self.site(ids.numel()))
