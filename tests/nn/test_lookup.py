@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -79,9 +80,9 @@ def test_unequal_halves_look_up_in_the_same_way(ranks) -> None:
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
-def what_a_model_says(model: nn.Module, tokens: Tensor) -> str:
+def what_a_model_says(model: nn.Module, *batch: Tensor) -> str:
     try:
-        model(tokens, tokens)
+        model(*batch)
     except ValueError as error:
         return str(error)
     return "nothing was raised"
@@ -92,12 +93,30 @@ def give_unequal_rows(lines: int) -> str:
     grid = grid_of(Shape(z=2, data=2))
     model = ff.models.build("gpt-tiny", grid, policy=Policy(even_tokens=True))
     rows = 1 + grid.coords["z"] if grid.coords["data"] < lines else 1
-    return what_a_model_says(model, torch.zeros(rows, 4, dtype=torch.long))
+    tokens = torch.zeros(rows, 4, dtype=torch.long)
+    return what_a_model_says(model, tokens, tokens)
 
 
 @pytest.mark.parametrize("lines", [1, 2])
 def test_places_with_other_numbers_of_tokens_are_refused(ranks, lines: int) -> None:
     for rank, said in enumerate(ranks(4).run(give_unequal_rows, lines)):
+        assert "places along z have different numbers of tokens" in said, (rank, said)
+
+
+def embed_and_mix() -> nn.Module:
+    """An embedding, under a name by which `ff.parallelize` knows that it is one of tokens, and a linear layer."""
+    layers = {"wte": nn.Embedding(VOCAB, WIDTH, padding_idx=3), "mix": nn.Linear(WIDTH, WIDTH)}
+    return nn.Sequential(OrderedDict(layers)).double()
+
+
+def give_wrapped_unequal_rows() -> str:
+    grid = grid_of(Shape(x=2, z=2))
+    model = ff.parallelize(embed_and_mix(), grid, policy=Policy(even_tokens=True))
+    return what_a_model_says(model, torch.zeros(1 + grid.coords["z"], 4, dtype=torch.long))
+
+
+def test_a_wrapped_embedding_refuses_other_numbers_of_tokens(ranks) -> None:
+    for rank, said in enumerate(ranks(4).run(give_wrapped_unequal_rows)):
         assert "places along z have different numbers of tokens" in said, (rank, said)
 
 
@@ -107,7 +126,7 @@ def give_one_place_no_batch() -> list[str]:
     model = ff.models.build(ff.models.config("gpt-tiny", vocab=200), grid, policy=Policy(even_tokens=True))
     tokens = torch.zeros(2, 4, dtype=torch.long)
     broken = [tokens, tokens] if grid.coords["z"] == 0 else [tokens.flatten(), tokens[:0]]
-    return [what_a_model_says(model, each) for each in (broken[0], tokens, *broken)]
+    return [what_a_model_says(model, each, each) for each in (broken[0], tokens, *broken)]
 
 
 def test_a_batch_of_a_wrong_shape_at_one_place_is_refused_everywhere(ranks) -> None:
@@ -119,22 +138,24 @@ def test_a_batch_of_a_wrong_shape_at_one_place_is_refused_everywhere(ranks) -> N
     assert all("the batch of another place was refused" in said for said in here[2:])
 
 
-def wrap_and_train(even: bool) -> list[Tensor]:
-    """Two steps of a module with an embedding that has a padding index, cut by `ff.parallelize`."""
+def wrap_and_train(even: bool) -> tuple[list[Tensor], int]:
+    """Two steps of a module with an embedding that has a padding index: the parameters, and the bytes over z."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Embedding(VOCAB, WIDTH, padding_idx=3), nn.Linear(WIDTH, WIDTH)).double()
     grid = grid_of(Shape(x=2, z=2))
-    model = ff.parallelize(module, grid, policy=Policy(even_tokens=even, overlap=Overlap(halves=1)))
+    model = ff.parallelize(embed_and_mix(), grid, policy=Policy(even_tokens=even, overlap=Overlap(halves=1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.tensor([[3, 5, 5], [7, 3, 100]]).roll(grid.coords["z"])
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(ids).square().mean().backward()
-        optimizer.step()
-    return [local_of(parameter).detach().clone() for parameter in model.parameters()]
+    with grid.ledger.watch() as records:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(ids).square().mean().backward()
+            optimizer.step()
+    sent = sum(record.nbytes for record in records if record.axis == "z")
+    return [local_of(parameter).detach().clone() for parameter in model.parameters()], sent
 
 
 def test_a_wrapped_embedding_with_padding_trains_the_same(ranks) -> None:
     for one, other in zip(ranks(4).run(wrap_and_train, False), ranks(4).run(wrap_and_train, True), strict=True):
-        for a, b in zip(one, other, strict=True):
+        assert other[1] < one[1]
+        for a, b in zip(one[0], other[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)

@@ -25,7 +25,7 @@ from fourfold.layout import GATHERED, Init
 from fourfold.models.compiled_block import BlockWeights, CompiledBlock, can_run_whole
 from fourfold.models.config import ModelConfig, config, halves_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
-from fourfold.nn.embedding import Embedding, Head, Positions
+from fourfold.nn.embedding import Embedding, Head, Positions, uneven_tokens
 from fourfold.nn.layer import Dropout, Layer, assemble, recompute
 from fourfold.nn.linear import MLP, Contract, Expand
 from fourfold.nn.lora import LORA, LoraConfig, LoraPair
@@ -333,11 +333,7 @@ class Transformer(Layer):
             if self.policy.even_tokens:
                 even = equal_along(tokens.numel() if _is_batch(tokens) else 0, self.grid, (GATHERED,))
                 if not equal_along(int(even), self.grid, AXES) or not even:  # all ranks raise, or none
-                    raise ValueError(
-                        fault
-                        or f"places along {GATHERED} have different numbers of tokens, this place {tokens.numel()}; "
-                        "give all places equally many, or build with Policy(even_tokens=False)"
-                    )
+                    raise ValueError(fault or uneven_tokens(tokens.numel()))
             halves = self.halves(*tokens.shape).number if tokens.dim() == 2 else 1
             if not equal_along(halves, self.grid, BATCH):
                 fault = fault or (
