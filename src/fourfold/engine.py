@@ -261,7 +261,10 @@ class Prefetcher:
         if message:
             first, *behind = message.values()
             versions = [wanted.version() for wanted in message.values()]
-            for wanted, version, pending in zip(message.values(), versions, first.launch(*behind), strict=True):
+            # as autograd's functions launch: who waits may have left an inference mode in which the pass began
+            with torch.inference_mode(False), torch.no_grad():
+                launched = first.launch(*behind)
+            for wanted, version, pending in zip(message.values(), versions, launched, strict=True):
                 self._in_flight[wanted.key] = wanted, version, pending
 
     def _free(self, wanted: WeightGather[T], value: T) -> None:

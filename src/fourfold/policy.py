@@ -123,8 +123,9 @@ class Policy:
     """How much communication overlaps with computation."""
     even_tokens: bool = False
     """Rely on it that in every pass all places along z have equally many tokens, as in the trainer. Then tokens may go
-    to the embedding's table instead of the table to the tokens, where that sends fewer bytes. With other numbers of
-    tokens ranks would wait for each other for ever."""
+    to the embedding's table instead of the table to the tokens, where that sends fewer bytes. A first pass with
+    different numbers of tokens is refused; in later ones, which are not checked, ranks would wait for each other for
+    ever."""
     check_inputs: bool = False
     """Check token ids on a GPU as well, which makes the host wait for them; on the CPU they are always checked."""
 

@@ -18,6 +18,7 @@ import fourfold as ff
 from closed_form import ClosedForm
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
+from fourfold.nn.embedding import looks_up_in_place
 from fourfold.planner.program import LaunchOp, MatmulOp, WaitOp, Work
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.trace import dry_run
@@ -94,17 +95,24 @@ def order(work: list[Work]) -> list[tuple[str, object]]:
     return found
 
 
-def compare(name: str, shape: Shape, policy: Policy, micro_steps: int) -> None:
+def compare(name: str, shape: Shape, policy: Policy, micro_steps: int, rows: int = ROWS) -> None:
     """Compare the rehearsed program with the dry run."""
     config = MODELS[name]
-    dry = dry_run(config, shape, rows=ROWS, seq=SEQ, policy=policy, micro_steps=micro_steps, optimizer=True)
-    planned = step_program(LocalSizes(config, shape, policy, ROWS, SEQ), micro_steps=micro_steps)
+    dry = dry_run(config, shape, rows=rows, seq=SEQ, policy=policy, micro_steps=micro_steps, optimizer=True)
+    planned = step_program(LocalSizes(config, shape, policy, rows, SEQ), micro_steps=micro_steps)
     assert order(planned.work) == order(dry.program)
 
 
 @pytest.mark.parametrize("case", cases()[:CASES], ids=lambda case: f"{case[0]} {case[1]}")
 def test_program_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, int]) -> None:
     alone(compare, *case)
+
+
+def test_the_largest_half_decides_how_all_halves_look_up_their_tokens(alone) -> None:
+    config, shape, policy = MODELS["gpt"], Shape(x=2, z=2), Policy(even_tokens=True, overlap=Overlap(halves=2))
+    large, small = (looks_up_in_place(policy, shape, config.vocab, rows * SEQ) for rows in (5, 4))
+    assert (large, small) == (False, True)
+    alone(compare, "gpt", shape, policy, 1, 9)
 
 
 def test_program_launches_the_closed_form() -> None:

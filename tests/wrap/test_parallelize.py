@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -490,3 +491,21 @@ def test_buffers_may_count_but_not_depend_on_rows(ranks) -> None:
     for how in ("in place", "assign", "keep"):
         for said in ranks(2).run(buffers_from_rows, how):
             assert "the model (Remembers) writes its buffer 'mean'" in said and "or keep the buffer out" in said
+
+
+def infer_twice(shape: Shape) -> list[Tensor]:
+    """Two passes in inference mode, the second of which prefetches weights as it begins, and one outside of it."""
+    torch.manual_seed(0)
+    # uneven rows over z, in one message: it arrives in memory of its own, which is then copied
+    grid, widths = grid_of(shape), itertools.pairwise((8, 6, 6, 6))
+    model = ff.parallelize(nn.Sequential(*(nn.Linear(*sizes) for sizes in widths)).eval(), grid)
+    inputs = torch.ones(2, 8)
+    with torch.inference_mode():
+        found = [model(inputs).clone() for _ in range(2)]
+    return [*found, model(inputs).detach()]
+
+
+def test_passes_in_inference_mode_prefetch_weights(ranks) -> None:
+    for first, second, outside in ranks(4).run(infer_twice, Shape(x=2, z=2)):
+        assert torch.equal(first, second)
+        assert torch.equal(first, outside)

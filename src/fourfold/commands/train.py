@@ -104,7 +104,6 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         check_profile(options, asked)
     ranks = wanted_ranks(asked, options.ranks, device)
     people = sys.stderr if options.print_config else output(options.json)
-
     say = partial(print, file=people, flush=True)
 
     def resolved(ranks: int, say: Callable[[str], object]) -> TrainConfig:
@@ -116,7 +115,8 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if ranks == 1 and not restarts and not options.print_config:
         fork_server.close()
         return _train(options, device)  # which resolves the config and prints the reasons itself
-    people.writelines(f"{reason}\n" for reason in reasons)
+    for reason in reasons:
+        say(reason)
     if options.print_config:
         write_data(count_steps_here(config).toml(explained=True))
         return 0

@@ -25,7 +25,7 @@ from fourfold.layout import GATHERED, Init
 from fourfold.models.compiled_block import BlockWeights, CompiledBlock, can_run_whole
 from fourfold.models.config import ModelConfig, config, halves_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
-from fourfold.nn.embedding import Embedding, Head, Positions
+from fourfold.nn.embedding import Embedding, Head, Positions, uneven_tokens
 from fourfold.nn.layer import Dropout, Layer, assemble, recompute
 from fourfold.nn.linear import MLP, Contract, Expand
 from fourfold.nn.lora import LORA, LoraConfig, LoraPair
@@ -66,6 +66,8 @@ class Half:
     targets: Tensor
     """Empty if the model is to return logits."""
     batch: Batch
+    most: int
+    """The number of tokens of the largest half."""
 
 
 class TransformerBlock(Layer):
@@ -182,6 +184,8 @@ class Transformer(Layer):
         config.check(grid.shape, policy)
         self.config = config
         self._compared = False
+        self._usual = torch.Size((1, 1))
+        """The shape of the last batch that could be read."""
         self.embedding = Embedding(grid, policy, config.vocab, config.hidden)
         learned = config.positions == "learned"
         self.positions = Positions(grid, policy, config.seq, config.hidden) if learned else None
@@ -209,10 +213,12 @@ class Transformer(Layer):
         if fault and not self._reads(tokens):
             raise ValueError(fault)
         if fault:  # continue with other ids: the other ranks wait in the collectives, and all ranks raise at the end
-            shape = tokens.shape if tokens.dim() == 2 and tokens.numel() else (1, 1)
+            # as many ids as other places have, since LookupInPlace and halves rely on it
+            shape = tokens.shape if _is_batch(tokens) else self._usual
             tokens = torch.zeros(shape, dtype=torch.long, device=tokens.device)
             targets = None if targets is None else tokens
             positions = None
+        self._usual = tokens.shape
         if self.training:
             self.clock.advance()  # the next micro-step draws other dropout masks
         targets = None if targets is None else targets.long()  # torch gathers by int64 only
@@ -258,7 +264,7 @@ class Transformer(Layer):
             # Without packed documents, all halves share one pair of tables.
             ropes = [tables(None)] * number if positions is None else [tables(part) for part in places]
         batches = [Batch.of(*half) for half in zip(rows, places, ropes, strict=True)]
-        return [Half(*half) for half in zip(rows, aims, batches, strict=True)]
+        return [Half(*half, rows[0].numel()) for half in zip(rows, aims, batches, strict=True)]
 
     def _run(self, halves: Sequence[Half], read: Callable[[Tensor, Half], Turns[Tensor]]) -> list[Tensor]:
         """Run every half from its tokens through all blocks, and return what `read` makes of the normed stream."""
@@ -282,7 +288,8 @@ class Transformer(Layer):
 
     def _embed(self, half: Half) -> Turns[ResidualStream]:
         """Embed the tokens: the stream that the first block reads, in rest."""
-        leaving = Ready(self.embedding(half.tokens)) if self.embedding.hooked else self.embedding.launch(half.tokens)
+        embedding, ids = self.embedding, (half.tokens, half.most)
+        leaving = Ready(embedding(*ids)) if embedding.hooked else embedding.launch(*ids)
         if leaving.travels:
             yield  # the other half looks up its tokens while this sum over x is in flight
         a = leaving.wait()
@@ -317,18 +324,16 @@ class Transformer(Layer):
             if positions is not None and not fault and not _count_up(positions):
                 fault = "positions must start at 0 in every row, then count up by 1 or start again at 0"
         if not tokens.is_meta and (self.policy.check_inputs or not self._compared):
-            self._compared = True  # a loop that gives ranks the wrong rows does so in the first step
             within_a_place = tuple(axis for axis in AXES if axis not in BATCH)
             if not equal_along(_digest(tokens, targets, positions), self.grid, within_a_place):
                 fault = fault or (
                     f"ranks of one place were given different rows; ranks that have the same coordinates on "
                     f"{' and '.join(BATCH)} must read the same rows (ff.local_rows gives each rank its rows)"
                 )
-            if self.policy.even_tokens and not equal_along(tokens.numel(), self.grid, (GATHERED,)):
-                raise ValueError(
-                    f"this place has {tokens.numel()} tokens and another place along {GATHERED} has another number; "
-                    "give all places equally many, or build with Policy(even_tokens=False)"
-                )
+            if self.policy.even_tokens:
+                even = equal_along(tokens.numel() if _is_batch(tokens) else 0, self.grid, (GATHERED,))
+                if not equal_along(int(even), self.grid, AXES) or not even:  # all ranks raise, or none
+                    raise ValueError(fault or uneven_tokens(tokens.numel()))
             halves = self.halves(*tokens.shape).number if tokens.dim() == 2 else 1
             if not equal_along(halves, self.grid, BATCH):
                 fault = fault or (
@@ -336,10 +341,11 @@ class Transformer(Layer):
                     "are not; give all places the same number of rows, or build with "
                     "Policy(overlap=ff.Overlap(halves=1))"
                 )
+            self._compared = True  # a loop that gives ranks the wrong rows does so in the first step
         return fault
 
     def _shape_fault(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> str:
-        if tokens.dim() != 2 or tokens.numel() == 0:
+        if not _is_batch(tokens):
             return f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq] with at least one of each"
         for what, ids in (("tokens", tokens), ("targets", targets), ("positions", positions)):
             if ids is not None and ids.shape != tokens.shape:
@@ -360,6 +366,11 @@ class Transformer(Layer):
         if low < 0 or high >= self.config.vocab:
             return f"{what} ids from {low} to {high}: all must be at least 0 and below vocab={self.config.vocab}"
         return ""
+
+
+def _is_batch(tokens: Tensor) -> bool:
+    """Return whether the tokens have the shape [rows, seq], with at least one of each."""
+    return tokens.dim() == 2 and tokens.numel() > 0
 
 
 def _count_up(positions: Tensor) -> bool:

@@ -50,6 +50,14 @@ def looks_up_in_place(policy: Policy, shape: Shape, vocab: int, tokens: int) -> 
     return policy.even_tokens and ranks > 1 and ranks * tokens < -(-vocab // shape.x)
 
 
+def uneven_tokens(tokens: int) -> str:
+    """Return the error of places that break the promise of `Policy.even_tokens`, on one that has `tokens` tokens."""
+    return (
+        f"places along {GATHERED} have different numbers of tokens, this place {tokens}; give all places equally many, "
+        "or build with Policy(even_tokens=False)"
+    )
+
+
 class Lookup(torch.autograd.Function):
     """out[i] = w[id_i - first] if this rank holds that row, else 0; dw[r] = sum of dout over ids of row r.
 
@@ -146,15 +154,20 @@ class Embedding(Layer):
         self.vocab, self.untrained = vocab, untrained
         self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, init))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.launch(ids).wait()
+    def forward(self, ids: Tensor, most: int | None = None) -> Tensor:
+        return self.launch(ids, most).wait()
 
-    def launch(self, ids: Tensor) -> AsyncResult | Ready:
+    def launch(self, ids: Tensor, most: int | None = None) -> AsyncResult | Ready:
+        """`most` is the number of ids of the largest half, which decides for all halves: their gradients are summed."""
+        group, tokens = self.group("weight"), ids.numel()
+        checks = self.policy.even_tokens and group.gradients.guarded
+        if checks and not comm.equal_along(tokens, self.grid, (GATHERED,)):
+            raise ValueError(uneven_tokens(tokens))
         first = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"]).start
-        in_place = looks_up_in_place(self.policy, self.grid.shape, self.vocab, ids.numel())
+        in_place = looks_up_in_place(self.policy, self.grid.shape, self.vocab, tokens if most is None else most)
         find = LookupInPlace if in_place else Lookup
-        found = find.apply(self.group("weight"), ids.flatten(), first, self.untrained, self.weight)
-        return leave(found, self.site(ids.numel()))
+        found = find.apply(group, ids.flatten(), first, self.untrained, self.weight)
+        return leave(found, self.site(tokens))
 
 
 class Positions(Layer):

@@ -292,7 +292,7 @@ class TransformerProgram:
 
     def embed(self, half: LocalSizes) -> Turns[PlannedStream]:
         host = self.host
-        if half.structure.looks_up_in_place:
+        if self.structure.looks_up_in_place:
             self.lookup_in_place(self.weights("embedding"), half)
         else:
             host.allocate(half.id_nbytes, "activations")
