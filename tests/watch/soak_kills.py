@@ -111,7 +111,7 @@ def ranks_of(job: subprocess.Popen[bytes]) -> list[int]:
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         for child in map(int, children):
             with suppress(OSError):
-                if b"\0RANK=" in Path(f"/proc/{child}/environ").read_bytes():
+                if os.getsid(child) == child:  # the process that forks ranks is in the session of its launcher
                     found.append(child)
     return found
 

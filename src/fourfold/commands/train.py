@@ -115,8 +115,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if ranks == 1 and not restarts and not options.print_config:
         fork_server.close()
         return _train(options, device)  # which resolves the config and prints the reasons itself
-    for reason in reasons:
-        say(reason)
+    print(*reasons, sep="\n", end="\n" if reasons else "", file=people, flush=True)
     if options.print_config:
         write_data(count_steps_here(config).toml(explained=True))
         return 0
