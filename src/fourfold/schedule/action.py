@@ -340,19 +340,20 @@ class Schedule:
             ring.append(rank)
             rank = needs[rank].source
         ring = ring[ring.index(rank) :]
+        # begin where a rank stands before the action that others wait for: somewhere it does, since data flow one way
+        while Action(*needs[ring[-1]][:3]) in parts(self.orders[ring[0]][at[ring[0]]]):
+            ring.append(ring.pop(0))
         said = []
         for rank in ring:
-            message = needs[rank]
-            stands, source = self.orders[rank][at[rank]], message.source
-            said.append(
-                f"rank {rank} waits in {stands} for {Action(*message[:3])}, which rank {source} "
-                f"runs after {self.orders[source][at[source]]}"
-            )
-        first, last = ring[0], needs[ring[-1]]
-        stands = self.orders[first][at[first]]
+            stands, needed, source = self.orders[rank][at[rank]], Action(*needs[rank][:3]), needs[rank].source
+            first = self.orders[source][at[source]]
+            where = f", which rank {source} runs after {first}" if needed not in parts(first) else f" of rank {source}"
+            said.append(f"rank {rank} waits in {stands} for {needed}{where}")
+        rank, moved = ring[0], Action(*needs[ring[-1]][:3])
+        stands = self.orders[rank][at[rank]]
         return ScheduleError(
-            f"deadlock: {'; '.join(said)}. Move {Action(*last[:3])} before {stands} in the order of rank {first}",
-            rank=first,
+            f"deadlock: {'; '.join(said)}. Move {moved} before {stands} in the order of rank {rank}",
+            rank=rank,
             action=stands,
         )
 

@@ -95,7 +95,7 @@ def check_seconds(seconds: StageSeconds, stages: int) -> None:
 def play(
     schedule: Schedule, seconds: StageSeconds, hop: float | Sequence[float] = 0.0, sums: Sequence[float] = ()
 ) -> Played:
-    """Compute when each action runs. The schedule must be valid, see `Schedule.check`.
+    """Compute when each action runs; raise if the ranks would wait for each other forever.
 
     `hop` is the seconds of a message, for all or for each border between stages; `sums` the seconds in which the
     gradients of each stage are summed.
@@ -152,8 +152,14 @@ def play_within(schedule: Schedule, seconds: StageSeconds, hop: float | Sequence
             if (forward, after, micro) in waiting:
                 able.append(waiting.pop((forward, after, micro)))
         spare[rank] = idle
-    makespan = max(own[-1] for own in ends)
-    return Played(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), (), makespan)
+    return _ended(schedule, starts, ends)
+
+
+def _ended(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> Played:
+    """Return the times of a schedule whose ranks have come as far as they can."""
+    if any(len(own) < len(order) for own, order in zip(ends, schedule.orders, strict=True)):
+        schedule.check()  # raises: it names the ranks that wait for each other
+    return Played(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), (), max(own[-1] for own in ends))
 
 
 def _sums(played: Played, sums: Sequence[float]) -> tuple[tuple[float, float], ...]:
