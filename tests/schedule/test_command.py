@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from fourfold import cli
 from fourfold.schedule.named import named
 from fourfold.schedule.text import from_csv, to_csv
+from pages import ROOT, blocks_of, commands_of
 
 
 def run(words: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
@@ -90,8 +92,8 @@ def test_check_refuses_a_deadlock(capsys: pytest.CaptureFixture[str], tmp_path: 
     path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     assert run(f"check {path}", capsys, 1) == (
         f"fourfold: error: {path}: deadlock: rank 0 waits in BW(0, 0) for B(1, 0), which rank 1 runs after F(1, 1); "
-        "rank 1 waits in F(1, 1) for F(0, 1), which rank 0 runs after BW(0, 0). Move F(0, 1) before BW(0, 0) in the order of "
-        "rank 0\n"
+        "rank 1 waits in F(1, 1) for F(0, 1), which rank 0 runs after BW(0, 0). Move F(0, 1) before BW(0, 0) in the "
+        "order of rank 0\n"
     )
 
 
@@ -178,6 +180,25 @@ def test_a_terminal_gets_colours_and_its_width(
     assert "cut after 8 of 63 slots" in said
     monkeypatch.setattr("fourfold.commands.schedule.find_spec", lambda _: None)
     assert "\x1b[" not in run("show 1f1b --pipe 2 --micro 20", capsys)
+
+
+def test_the_page_shows_what_the_commands_print(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every text block of docs/pipeline.md is the output of the commands before it that write no file."""
+    monkeypatch.chdir(tmp_path)
+    Path("stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    page = list(blocks_of(ROOT / "docs" / "pipeline.md"))
+    compared = 0
+    for block, shown in pairwise(page):
+        if (block.language, shown.language) == ("bash", "text"):
+            commands = [command for _, command in commands_of(block) if " > " not in command]
+            fails = [command.endswith("# fails") for command in commands]
+            words = [command.partition("  #")[0].removeprefix("fourfold schedule ") for command in commands]
+            said = "\n".join(run(each, capsys, int(fail)) for each, fail in zip(words, fails, strict=True))
+            assert shown.text == said, block.line
+            compared += 1
+    assert compared == 4
 
 
 def test_no_torch_is_imported() -> None:
