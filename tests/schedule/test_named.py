@@ -34,11 +34,12 @@ def test_idle_times_are_the_closed_forms(pipe: int, micro: int, times: tuple[flo
 
 
 def test_zb_h1_keeps_as_much_as_1f1b_and_waits_less() -> None:
-    """(P - 1)(F + B - W), as Qi et al. state for H1."""
-    for pipe, micro in ((2, 4), (4, 8), (8, 24)):
-        played = play(named("zb-h1", pipe, 1, micro), equal_seconds(1, 1, 1, pipe, 1))
-        assert played.idle == pytest.approx([pipe - 1] * pipe)
-        assert max(played.peaks) == pipe
+    """(P - 1)(F + B - W), as Qi et al. state for H1, if W takes no longer than B."""
+    for pipe, micro in ((2, 6), (4, 8), (8, 24)):
+        for times in ((1.0, 1.0, 1.0), (1.0, 1.3, 0.8)):
+            played = play(named("zb-h1", pipe, 1, micro), equal_seconds(*times, pipe, 1))
+            assert played.idle == pytest.approx([(pipe - 1) * (times[0] + times[1] - times[2])] * pipe)
+            assert max(played.peaks) == pipe
 
 
 def test_v_half_keeps_half_of_1f1b() -> None:
