@@ -147,7 +147,7 @@ def test_deadlocks_are_found_and_say_what_to_move() -> None:
     """Where actions of random orders move, exactly those schedules are refused that a naive walk cannot end."""
     draw = random.Random(1)
     refused = 0
-    for _ in range(150):
+    for _ in range(250):
         schedule = random_schedule(draw)
         orders = [list(order) for order in schedule.orders]
         if draw.random() < 0.5:
