@@ -97,7 +97,7 @@ WAY_OUT = re.compile(r"\b(add|remove|move|Move|exchange|write|place)\b")
 @pytest.mark.parametrize("corrupt", CORRUPTED, ids=lambda function: function.__name__)
 def test_what_is_corrupted_is_refused(corrupt: Callable[[Orders, random.Random], None]) -> None:
     draw = random.Random(corrupt.__name__)
-    for _ in range(40):
+    for _ in range(30):
         schedule = random_schedule(draw)
         schedule.check()
         orders = [list(order) for order in schedule.orders]
