@@ -60,7 +60,7 @@ def train(
     else:
         model = ff.models.build(config, grid, policy=ff.Policy(**policy), lora=lora)
     optimizer = getattr(ff.optim, optimizer_kind)(model, lr=1e-3)
-    schedule = ff.optim.Schedule(1e-2, steps, warmup=3)
+    schedule = ff.optim.LearningRateSchedule(1e-2, steps, warmup=3)
 
     def compute(parts: list[torch.Tensor], limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         count = ff.count_targets(torch.stack(parts), grid) if len(parts) > 1 else None

@@ -28,6 +28,7 @@ ORDER = [
     "parse",
     "environment",
     "atomic",
+    "schedule",
     "ledger",
     "recording",
     "job",
@@ -65,6 +66,7 @@ ORDER = [
 """A file may import only from what stands before it. Folders count as one; inside them `INSIDE` holds."""
 
 INSIDE = {
+    "schedule": ["__init__", "stages", "action", "named", "play", "find", "text"],
     "nn": [
         "rng", "layer", "lora", "linear", "norm", "loss", "embedding", "attention",
         "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
@@ -91,7 +93,7 @@ INSIDE = {
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
-        "report", "import_export", "calibrate", "plan", "checkpoint", "cluster_scripts", "demo",
+        "report", "import_export", "calibrate", "plan", "schedule", "checkpoint", "cluster_scripts", "demo",
     ],
 }  # fmt: skip
 

@@ -354,7 +354,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LearningRateSchedule:
     """The learning rate of each step: linear warm-up, then a plateau, then decay to `floor` times the learning rate.
 
     `cosine` decays from the end of warm-up to the last step; `stable` keeps it and decays linearly over the last

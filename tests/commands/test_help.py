@@ -31,6 +31,7 @@ NAMES = [
     "calibrate",
     "launch",
     "doctor",
+    "schedule",
     "completion",
 ]
 
@@ -98,10 +99,13 @@ def test_every_option_has_a_help_with_its_default(path: tuple[str, ...]) -> None
             assert "default" in action.help, action
 
 
-def test_kinds_of_weights_are_those_of_an_export() -> None:
+def test_names_that_options_repeat_are_those_that_exist() -> None:
     from fourfold.commands.import_export import DTYPES
+    from fourfold.schedule.named import BUILDERS
+    from fourfold.schedule.stages import PLACEMENTS
     from fourfold.train.signals import INTERRUPTED
 
+    assert (tuple(BUILDERS), PLACEMENTS) == (options.SCHEDULES, options.PLACEMENTS)
     assert tuple(DTYPES) == options.EXPORT_DTYPES
     assert cli.INTERRUPTED == INTERRUPTED
 
@@ -133,7 +137,7 @@ def test_what_is_misspelt_gets_the_nearest_spelling(words: str, said: str, capsy
     assert len(found.splitlines()) == 2
 
 
-@pytest.mark.parametrize("words", [[], ["checkpoint"], ["data"]])
+@pytest.mark.parametrize("words", [[], ["checkpoint"], ["data"], ["schedule"]])
 def test_without_a_command_the_help_is_shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(words)

@@ -11,7 +11,7 @@ import torch
 import fourfold as ff
 from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
-from fourfold.optim import AdamW, Schedule
+from fourfold.optim import AdamW, LearningRateSchedule
 from fourfold.params import local_of
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
@@ -151,19 +151,19 @@ def test_parameters_instead_of_the_model_are_refused() -> None:
 
 
 def test_schedules_by_hand() -> None:
-    cosine = Schedule(learning_rate=1.0, steps=110, warmup=10, floor=0.1)
-    assert Schedule(learning_rate=1.0, steps=10).at(0) == 1.0
+    cosine = LearningRateSchedule(learning_rate=1.0, steps=110, warmup=10, floor=0.1)
+    assert LearningRateSchedule(learning_rate=1.0, steps=10).at(0) == 1.0
     assert [cosine.at(step) for step in (1, 5, 10)] == pytest.approx([0.1, 0.5, 1.0])
     assert cosine.at(60) == pytest.approx(0.1 + 0.9 / 2)  # half way down
     assert cosine.at(110) == pytest.approx(0.1)
-    stable = Schedule(learning_rate=2.0, steps=100, warmup=4, shape="stable", decay=0.2, floor=0.0)
+    stable = LearningRateSchedule(learning_rate=2.0, steps=100, warmup=4, shape="stable", decay=0.2, floor=0.0)
     assert [stable.at(step) for step in (2, 4, 80, 90, 100)] == pytest.approx([1.0, 2.0, 2.0, 1.0, 0.0])
-    assert Schedule(learning_rate=1.0, steps=10, shape="constant").at(7) == 1.0
-    scaled = Schedule(learning_rate=1e-3, steps=10, batch=512, base_batch=256)
+    assert LearningRateSchedule(learning_rate=1.0, steps=10, shape="constant").at(7) == 1.0
+    scaled = LearningRateSchedule(learning_rate=1e-3, steps=10, batch=512, base_batch=256)
     assert scaled.at(1) <= scaled.peak == pytest.approx(2e-3)
 
 
 def test_schedules_refuse_what_makes_no_sense() -> None:
     for wrong in ({"warmup": 11}, {"shape": "cosin"}, {"decay": 0.0}, {"floor": 1.5}, {"batch": 4}):
         with pytest.raises(ValueError, match=r"must|none of|needs"):
-            Schedule(learning_rate=1.0, steps=10, **wrong)
+            LearningRateSchedule(learning_rate=1.0, steps=10, **wrong)

@@ -15,7 +15,7 @@ from fourfold.commands.options import parser
 
 PACKAGE = Path(__file__).parent.parent
 FOLDERS = ("RUN", "DIR", "FOLDER")
-FILES = ("PATH", "INPUT", "SOURCE", "CONFIG.toml", "FILE", "FILE.toml", "FILE.html", "FILE.tokens")
+FILES = ("PATH", "INPUT", "SOURCE", "CONFIG.toml", "FILE", "FILE.toml", "FILE.html", "FILE.tokens", "FILE.csv")
 """The metavars of options that take a folder, and of options that take a file."""
 
 

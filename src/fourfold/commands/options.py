@@ -31,6 +31,9 @@ SET = "change a key of the config; may be repeated; `fourfold train --print-conf
 EOD = "the token that ends a document; default: a token with one of the usual names, such as <|endoftext|>"
 EXPORT_DTYPES = ("fp32", "bf16", "fp16")
 SHELLS = ("bash", "zsh", "fish")
+PLACEMENTS = ("loop", "wave")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "v-half")
+"""The named schedules of pipelines, besides blocks:u; a test compares them with those that exist."""
 OTHER_WORDS = {
     "resume": "train --resume RUN",
     "continue": "train --resume RUN",
@@ -256,6 +259,49 @@ def steps(text: str) -> range:
             f"{text!r} is not a range of steps; write one step, such as 7, or the first and last, such as 7-9"
         )
     return range(first, last + 1)
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    if whole(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1; give 1 or more")
+    return int(text)
+
+
+def not_negative(text: str) -> float:
+    """Parse a number of at least 0, such as `0.005`."""
+    if not 0 <= number(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a duration; give 0 or more")
+    return float(text)
+
+
+def schedule_name(text: str) -> str:
+    """Parse the name of a pipeline schedule, such as `1f1b` or `blocks:8`."""
+    if text in SCHEDULES or re.fullmatch(r"blocks:[1-9]\d*", text, re.ASCII):
+        return text
+    known = (*SCHEDULES, "blocks:u")
+    number_of = " with a number for u, such as blocks:8" if text.startswith("blocks") else ""
+    raise argparse.ArgumentTypeError(
+        f"there is no schedule {text!r}{nearest(text, known)}; choose from {', '.join(known)}{number_of}"
+    )
+
+
+def stage_seconds(text: str) -> tuple[tuple[float, float, float], ...]:
+    """Parse the seconds of F, B and W: `1,1,1` of a whole rank, or `1,1,1/2,2,1/...` of each stage."""
+    found = []
+    for part in text.split("/"):
+        words = part.split(",")
+        try:
+            values = tuple(map(float, words))
+        except ValueError:
+            values = ()
+        if len(values) != 3 or not all(0 <= value < float("inf") for value in values):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not seconds of F, B and W; write for example 1,1.2,0.9 for a rank, or that for each "
+                "stage, such as 1,1,1/2,2,1"
+            )
+        found.append(values)
+    return tuple(found)
 
 
 def shard_bytes(text: str) -> int:
@@ -660,6 +706,85 @@ def doctor_options(command: argparse.ArgumentParser) -> None:
     option(ahead, "--out", "the future run's folder; it is left unchanged", metavar="RUN")
     option(ahead, "--set", SET, setting, "SECTION.KEY=VALUE", dest="changes", action="append", default=[])
     option(ahead, "--json", "write the checks and measurements as JSON; - prints them", metavar="FILE")
+
+
+MICRO = "number of micro-batches of a step"
+STAGE_SECONDS = "seconds of F, B and W of a whole rank, or of each stage, with / between stages"
+HOP = "seconds of a message between two ranks"
+
+
+@command("schedule", "draw, find and check the schedules of a pipeline", None)
+def schedule_options(_: argparse.ArgumentParser) -> None:
+    """Look at schedules of a pipeline before anything runs: the order in which each
+    rank runs the forward (F) and backward passes of its stages for every
+    micro-batch. Backward is B for the gradient of a stage's input and W for those
+    of its weights; BW is both in one.
+
+    Examples:
+      fourfold schedule show 1f1b --pipe 4 --micro 8
+      fourfold schedule find --pipe 4 --micro 16 --memory 4
+      fourfold schedule check mine.csv
+    """
+
+
+@command("schedule show", "draw a named schedule", "schedule:show")
+def show_options(command: argparse.ArgumentParser) -> None:
+    """Draw a named schedule, with the times of its actions, or print it in the CSV
+    format of torch.distributed.pipelining.
+
+    The names: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, v-half, and blocks:u for
+    blocks of u micro-batches.
+
+    Examples:
+      fourfold schedule show 1f1b --pipe 4 --micro 8
+      fourfold schedule show interleaved --pipe 4 --chunks 2 --micro 8 --hop 0.1
+      fourfold schedule show blocks:4 --pipe 2 --micro 8 --csv > blocks.csv
+    """
+    option(command, "name", "name of the schedule", schedule_name, "NAME")
+    option(command, "--pipe", "number of pipe ranks", positive, "N", required=True)
+    option(command, "--micro", MICRO, positive, "N", required=True)
+    option(command, "--chunks", "stages of each rank; default: the fewest that the schedule takes", positive, "N")
+    option(command, "--seconds", f"{STAGE_SECONDS}; default: 1,1,1", stage_seconds, "F,B,W")
+    option(command, "--hop", HOP, not_negative, "SECONDS", default=0.0)
+    flag(command, "--csv", "print the schedule as CSV instead of a picture")
+
+
+@command("schedule find", "find a fast schedule for given times and memory", "schedule:find_schedule")
+def find_options(command: argparse.ArgumentParser) -> None:
+    """Find the fastest schedule for the seconds of stages and messages and the memory
+    that there is, and draw it. Unless --chunks or --placement say otherwise, ranks
+    with 1, 2 and 4 stages are tried, dealt in loops and in waves.
+
+    Examples:
+      fourfold schedule find --pipe 4 --micro 16 --memory 4
+      fourfold schedule find --pipe 4 --micro 16 --seconds 43,43,43 --hop 5 --memory 5
+      fourfold schedule find --pipe 2 --chunks 1 --micro 6 --seconds 1,1,1/1.5,1.5,1 --csv > found.csv
+    """
+    option(command, "--pipe", "number of pipe ranks", positive, "N", required=True)
+    option(command, "--micro", MICRO, positive, "N", required=True)
+    option(command, "--chunks", "stages of each rank; default: 1, 2 and 4 are tried", positive, "N")
+    placement = "how stages are dealt: loop, or wave, down the ranks and up again; default: both are tried"
+    option(command, "--placement", placement, choices=PLACEMENTS)
+    option(command, "--seconds", f"{STAGE_SECONDS}; default: 1,1,1", stage_seconds, "F,B,W")
+    option(command, "--hop", HOP, not_negative, "SECONDS", default=0.0)
+    memory = "micro-batches that a rank may keep; 1F1B keeps as many as there are ranks; default: no limit"
+    option(command, "--memory", memory, number, "MICRO")
+    flag(command, "--csv", "print the schedule as CSV instead of a picture")
+
+
+@command("schedule check", "say whether a schedule from a CSV file is valid", "schedule:check")
+def check_options(command: argparse.ArgumentParser) -> None:
+    """Read a schedule in the CSV format of torch.distributed.pipelining and draw it.
+    If it could deadlock, or misses an action, name the action, the rank and the
+    way out, and exit with code 1.
+
+    Examples:
+      fourfold schedule check mine.csv
+      fourfold schedule check mine.csv --seconds 1,1.2,0.8 --hop 0.1
+    """
+    option(command, "path", "the file", Path, "FILE.csv")
+    option(command, "--seconds", f"{STAGE_SECONDS}; default: 1,1,1", stage_seconds, "F,B,W")
+    option(command, "--hop", HOP, not_negative, "SECONDS", default=0.0)
 
 
 @command("completion", "let the shell complete commands and options", "completion:completion")

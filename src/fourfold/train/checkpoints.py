@@ -46,7 +46,7 @@ from fourfold.errors import (
 )
 from fourfold.grid import Grid
 from fourfold.models.transformer import is_lora
-from fourfold.optim import Schedule, ShardedOptimizer
+from fourfold.optim import LearningRateSchedule, ShardedOptimizer
 from fourfold.parse import parse_json
 from fourfold.train.config import ModelSection, TrainConfig
 from fourfold.train.run_folder import RunEvent, finish, holds_run, last_good_step, strict
@@ -64,7 +64,7 @@ BEFORE: dict[tuple[str, str], Any] = {("optimizer", "name"): "adamw", ("lora", "
 """Values of those keys for checkpoints that were saved before the key existed."""
 MAY_CHANGE = ("name", "seq", "dropout", "attention_dropout")
 """Fields of the model that do not change what its weights compute."""
-OF_THE_SCHEDULE = {("optimizer", field.name) for field in fields(Schedule)}
+OF_THE_SCHEDULE = {("optimizer", field.name) for field in fields(LearningRateSchedule)}
 """Keys that a note on the schedule names."""
 PASSED_OVER = "passed-over.json"
 """The file in a run's folder that says which data a run that was rolled back skips."""

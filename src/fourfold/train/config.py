@@ -28,7 +28,7 @@ from fourfold.job import START_SECONDS
 from fourfold.models.config import MODEL_FIELDS
 from fourfold.nn.lora import LoraConfig
 from fourfold.old_versions import upgrade_config
-from fourfold.optim import Decay, Schedule
+from fourfold.optim import Decay, LearningRateSchedule
 from fourfold.parse import parse_toml
 from fourfold.policy import LEFT_OPEN, Overlap, Policy
 from fourfold.synonyms import explain_synonym
@@ -519,12 +519,12 @@ class TrainConfig:
     watch: WatchSection = field(default_factory=WatchSection)
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> LearningRateSchedule:
         """The schedule of the learning rate."""
         section = self.optimizer
         if section.learning_rate is None or section.warmup is None:
             raise RuntimeError("this config is not resolved; `planning.resolve` fills in learning rate and warm-up")
-        return Schedule(
+        return LearningRateSchedule(
             section.learning_rate,
             self.train.steps,
             warmup=section.warmup,
