@@ -374,7 +374,10 @@ class LearningRateSchedule:
         if self.shape not in get_args(Decay):
             raise ValueError(f"shape={self.shape!r} is none of {get_args(Decay)}")
         if not 0 <= self.warmup <= self.steps:
-            raise ValueError(f"warmup={self.warmup} must lie between 0 and steps={self.steps}")
+            raise ValueError(
+                f"warmup={self.warmup} must lie between 0 and steps={self.steps}; lower warmup (optimizer.warmup of a "
+                "run), or take more steps"
+            )
         if not (0 < self.decay <= 1 and 0 <= self.floor <= 1):
             raise ValueError(f"decay={self.decay} must be above 0, floor={self.floor} from 0 up, neither above 1")
         if (self.batch is None) != (self.base_batch is None):
