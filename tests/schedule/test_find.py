@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 
 import pytest
@@ -181,16 +181,23 @@ def test_found_is_within_5_percent_of_the_best(placement: tuple[int, ...], micro
 # --- time
 
 
-@pytest.mark.parametrize("placement", ["loop", "wave"])
-@pytest.mark.parametrize("hop", [0.0, 0.03])
-def test_2048_take_a_tenth_of_a_second(placement: str, hop: float) -> None:
-    """16 ranks, 4 chunks, 32 micro-batches; the quickest of five, because the tests share their cores."""
+def quickest(run: Callable[[], object]) -> float:
+    """The least CPU seconds of five runs, because the tests share their cores."""
     taken = []
     for _ in range(5):
         began = time.process_time()
-        find(place(placement, 16, 4), 32, equal_seconds(1, 1, 1, 16, 4), hop, 16)
+        run()
         taken.append(time.process_time() - began)
-    assert min(taken) <= 0.1
+    return min(taken)
+
+
+@pytest.mark.parametrize("placement", ["loop", "wave"])
+@pytest.mark.parametrize("hop", [0.0, 0.03])
+def test_2048_take_a_tenth_of_a_second(placement: str, hop: float) -> None:
+    """16 ranks, 4 chunks, 32 micro-batches, on a core that squares 300,000 numbers in 25 ms; others by their speed."""
+    core = quickest(lambda: sum(number * number for number in range(300_000))) / 0.025
+    seconds = equal_seconds(1, 1, 1, 16, 4)
+    assert quickest(lambda: find(place(placement, 16, 4), 32, seconds, hop, 16)) <= 0.1 * max(1.0, core)
 
 
 @pytest.mark.parametrize(
