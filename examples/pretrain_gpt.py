@@ -29,7 +29,7 @@ def train(given: argparse.Namespace, grid: ff.Grid) -> list[float]:
     """Train to the last step and return the losses of the steps taken now."""
     model = ff.models.build(given.model, grid, policy=ff.Policy(shard_optimizer=True))
     optimizer = ff.optim.AdamW(model, given.learning_rate)
-    schedule = ff.optim.Schedule(given.learning_rate, steps=given.steps, warmup=min(10, given.steps))
+    schedule = ff.optim.LearningRateSchedule(given.learning_rate, steps=given.steps, warmup=min(10, given.steps))
     saver, losses, done = Saver(grid, given.out), [], 0
     text = dict(tokenizer=load_tokenizer(given.tokenizer), cache=given.out / "data")
     grid.run_on_rank0("reading the text", lambda: open_source(given.data, **text))  # rank 0 tokenizes it into a file
