@@ -16,6 +16,7 @@ from fourfold.nn.embedding import looks_up_in_place
 from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from harness import grid_of
+from share import others_slow
 
 VOCAB, WIDTH = 101, 8
 
@@ -41,8 +42,9 @@ def embed(shape: Shape, tokens: int, *, even: bool, untrained: int | None, froze
 SHAPES = [Shape(z=4), Shape(x=2, z=2), Shape(y=2, z=2), Shape(z=2, data=2)]
 
 
-@pytest.mark.parametrize(("shape", "frozen"), [*((shape, False) for shape in SHAPES), (SHAPES[1], True)], ids=str)
-def test_both_ways_find_the_same_rows_and_gradients(ranks, shape: Shape, frozen: bool) -> None:
+@pytest.mark.parametrize("case", others_slow([*((shape, False) for shape in SHAPES), (SHAPES[1], True)], 2), ids=str)
+def test_both_ways_find_the_same_rows_and_gradients(ranks, case: tuple[Shape, bool]) -> None:
+    shape, frozen = case
     for options in ({"untrained": None}, {"untrained": 5}, {"untrained": 100, "activations": "replicated"}):
         given = {"frozen": frozen, **options}
         gathered = ranks(4).run(partial(embed, even=False, **given), shape, 6)
