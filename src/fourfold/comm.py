@@ -135,7 +135,7 @@ def all_gather(
         shard = _padded(shard, dim, -(-length // ranks))
     record = _record("all_gather", [shard], grid, axis, label)
     joined = shard.new_empty((ranks, *shard.shape))
-    finish = _nothing
+    finish = wire.nothing
     if record is not None and not _stays(shard, grid):
         with Named(record):
             finish = wire.all_gather([shard], [joined], _link(record, grid))
@@ -176,7 +176,7 @@ def all_reduce(tensor: Tensor, grid: Grid, axis: str, *, label: str = "", owned:
     if record is None:
         return Pending(lambda: tensor)
     total = tensor if owned and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
-    finish = _nothing
+    finish = wire.nothing
     if record is not None and not _stays(tensor, grid):
         with Named(record):
             finish = wire.all_reduce([total], _link(record, grid))
@@ -214,7 +214,7 @@ def all_gather_together(
         else shard.new_empty((ranks * len(shard), *shard.shape[1:]))
         for shard, length, buffer in zip(shards, lengths, into, strict=True)
     ]
-    finish = _nothing
+    finish = wire.nothing
     if record is not None and not _stays(shards[0], grid):
         parts = [whole.view(ranks, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
         with Named(record):
@@ -258,7 +258,7 @@ def reduce_scatter_together(
 def all_reduce_together(tensors: Sequence[Tensor], grid: Grid, axis: str, *, label: str = "") -> Pending[None]:
     """Sum several tensors over all ranks, each in place, in one message."""
     record = _record("all_reduce", tensors, grid, axis, label)
-    finish = _nothing
+    finish = wire.nothing
     if record is not None and not _stays(tensors[0], grid):
         with Named(record):
             finish = wire.all_reduce(tensors, _link(record, grid))
@@ -350,10 +350,6 @@ def _link(record: Collective, grid: Grid) -> wire.Link:
     """Return the link of a collective: gathers and reductions have a communicator each along `Shape.two_lanes`."""
     lane = "gather" if record.op == "all_gather" else "reduce"
     return wire.Link(grid.group(record.axis, lane), grid.ledger.begin_flight(record), next(grid.tags[record.axis]))
-
-
-def _nothing() -> None:
-    """Finish a collective that was recorded and not sent."""
 
 
 def _landed(found: Tensor, buffer: Tensor | None) -> Tensor:

@@ -122,10 +122,9 @@ class Policy:
     overlap: Overlap = Overlap()
     """How much communication overlaps with computation."""
     even_tokens: bool = False
-    """Rely on it that in every pass all places along z have equally many tokens, as in the trainer. Then tokens may go
-    to the embedding's table instead of the table to the tokens, where that sends fewer bytes. A first pass with
-    different numbers of tokens is refused; in later ones, which are not checked, ranks would wait for each other for
-    ever."""
+    """Promise that all places along z have equally many tokens in every pass, as they have in the trainer. Then tokens
+    may go to the embedding's table instead of the table to the tokens, where that sends fewer bytes. A first pass that
+    breaks the promise is refused; later passes are not checked, and ranks would wait for each other forever."""
     check_inputs: bool = False
     """Check token ids on a GPU as well, which makes the host wait for them; on the CPU they are always checked."""
 

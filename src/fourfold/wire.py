@@ -59,7 +59,7 @@ def all_gather(shards: Sequence[Tensor], wholes: Sequence[Tensor], link: Link) -
     """Start writing every rank's shards into wholes of shape [ranks, *shard.shape]."""
     packed = _share_buffer(shards)
     messages = [pair for pair, shares in zip(zip(shards, wholes, strict=True), packed, strict=True) if not shares]
-    unpack = _nothing
+    unpack = nothing
     if True in packed:
         parts, targets = list(compress(shards, packed)), list(compress(wholes, packed))
         if len({part.dtype for part in parts}) > 1:
@@ -91,7 +91,7 @@ def all_reduce(tensors: Sequence[Tensor], link: Link) -> Callable[[], None]:
     """Start summing tensors over all ranks, each in place."""
     packed = _share_buffer(tensors)
     totals = [tensor for tensor, shares in zip(tensors, packed, strict=True) if not shares]
-    unpack = _nothing
+    unpack = nothing
     if True in packed:
         parts = list(compress(tensors, packed))
         buffer = torch.cat([part.reshape(-1) for part in parts])
@@ -183,7 +183,7 @@ def _share_buffer(parts: Sequence[Tensor]) -> list[bool]:
     return small if sum(small) > 1 else [False] * len(small)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Do nothing."""
 
 

@@ -35,7 +35,8 @@ def find_schedule(options: argparse.Namespace, _: Sequence[str]) -> int:
     """Find the fastest schedule, list what was tried, and draw it; return the exit code."""
     tried: list[tuple[str, int, FoundSchedule]] = []
     for chunks in chunks_of(options):
-        for placement in [options.placement] if options.placement else PLACEMENTS[: 1 if chunks == 1 else None]:
+        different = PLACEMENTS if chunks > 1 else PLACEMENTS[:1]  # with one chunk all placements are the same
+        for placement in [options.placement] if options.placement else different:
             placed = place(placement, options.pipe, chunks)
             seconds = seconds_of(options.seconds, options.pipe, chunks)
             tried.append((placement, chunks, find(placed, options.micro, seconds, options.hop, options.memory)))

@@ -376,8 +376,8 @@ class Rehearsal:
         for weights in together:
             self.read_shards(weights)
             if not self.silent:
-                again = weights.again
-                elements += (sizes.message_elements_again if again else sizes.message_elements)(weights.names)
+                count = sizes.message_elements_again if weights.again else sizes.message_elements
+                elements += count(weights.names)
         label = joint_label([weights.label for weights in together])
         gathering = self.launch(lambda: sizes.message("all_gather", GATHERED, elements * item, label))
         if self.memory and self.structure.copies_weights and not self.silent:
@@ -435,10 +435,10 @@ class Rehearsal:
     def add_shard_gradients(self, key: str, weights: WeightGroup, turns: int) -> None:
         """Add the gradient of one of `turns` halves that is complete over z."""
         made = self.sizes.shard_elements(weights.names) * self.structure.reduce_itemsize
-        first = self.engine.sums.begun((key, weights.names)) is None
-        self.allocate(made, "weights")
-        if not first:
-            self.free(made, "weights")
+        if self.engine.sums.begun((key, weights.names)) is None:
+            self.allocate(made, "weights")
+        else:  # it is added to the one of the first half
+            self.need(made, "weights")
         if self.engine.sums.add((key, weights.names), [], turns) is not None:
             self.deposit(weights, made)
 
