@@ -15,7 +15,7 @@ from math import ceil, lcm
 
 import torch
 
-from fourfold.gradients import Bucket, fill_buckets
+from fourfold.gradients import Bucket, OwingGradient, fill_buckets
 from fourfold.grid import Shape
 from fourfold.layout import chunk
 from fourfold.ledger import Collective, Op
@@ -438,8 +438,18 @@ class ClosedForm:
         yield from self.over_replicas("all_gather", bucket, members, f"parameters {bucket.span}")
 
     def buckets(self) -> list[Bucket]:
-        sizes = [(name, owes, self.dtype, rows * row_nbytes) for name, owes, rows, row_nbytes in self.owed()]
+        sizes = [
+            OwingGradient(name, owes, self.dtype, rows * row_nbytes, self.unit(name, owes))
+            for name, owes, rows, row_nbytes in self.owed()
+        ]
         return fill_buckets(sizes, self.policy.bucket_bytes)
+
+    def unit(self, name: str, owes: tuple[str, ...]) -> int:
+        """A layer's number, and other numbers before and behind the layers, where three ranks or more are summed."""
+        if all(self.shape.sizes[axis] < 3 for axis in owes):
+            return 0
+        kind, _, rest = name.partition(".")
+        return int(rest.split(".")[0]) + 1 if kind == "layers" else (0 if kind[0] in "ep" else self.config.layers + 1)
 
     def members(self) -> Members:
         """Rows of each parameter's shard and bytes of a row, by name."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fourfold.gradients import accumulate
     from fourfold.grid import Grid
     from fourfold.nn.loss import count_targets, global_mean
+    from fourfold.pipeline import forward_backward
     from fourfold.policy import Overlap, Policy
     from fourfold.shape import Shape
     from fourfold.step_graph import StepGraph
@@ -37,6 +38,7 @@ __all__ = [
     "compare_serial",
     "count_targets",
     "explain",
+    "forward_backward",
     "global_mean",
     "load",
     "local_rows",
@@ -59,6 +61,7 @@ _HOMES = {
     "compare_serial": "compare",
     "count_targets": "nn.loss",
     "explain": "wrap",
+    "forward_backward": "pipeline",
     "global_mean": "nn.loss",
     "load": "checkpoint.load",
     "local_rows": "data.sampling",

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fourfold import wire
+from fourfold.axes import PIPE
 from fourfold.grid import Grid
 from fourfold.job import typed_error, typed_errors
 from fourfold.layout import Layout, chunk
@@ -265,6 +266,51 @@ def all_reduce_together(tensors: Sequence[Tensor], grid: Grid, axis: str, *, lab
     return Pending(finish, record, grid)
 
 
+# --- between two ranks along pipe
+
+
+class Sending:
+    """A tensor on its way to another rank. It is kept in memory as long as this object."""
+
+    __slots__ = ("_grid", "_record", "_tensor", "_work")
+
+    def __init__(self, tensor: Tensor, record: Collective | None, work: wire.Work | None, grid: Grid) -> None:
+        self._tensor, self._record, self._work, self._grid = tensor, record, work, grid
+
+    def has_left(self) -> bool:
+        """Return whether the memory of the tensor may be reused."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        if self._work is not None and self._record is not None:
+            on_gpu = self._grid.device.type == "cuda"
+            with Named(self._record, "wait "), self._grid.ledger.waiting(self._record, on_gpu=on_gpu):
+                self._work.wait()
+
+
+def send(tensor: Tensor, grid: Grid, lane: str, to: int, *, label: str = "") -> Sending:
+    """Send a tensor to the rank at pipe coordinate `to`."""
+    tensor = tensor.contiguous()
+    record = _record("send", [tensor], grid, PIPE, label, lane, to)
+    work = None
+    if record is not None and not _stays(tensor, grid):
+        grid.ledger.note_launch(record)
+        with Named(record):
+            work = wire.send(tensor, grid.group(PIPE, lane), to)
+    return Sending(tensor, record, work, grid)
+
+
+def receive(buffer: Tensor, grid: Grid, lane: str, source: int, *, label: str = "") -> Pending[Tensor]:
+    """Receive into a contiguous tensor what the rank at pipe coordinate `source` sends, in the order of its sends."""
+    record = _record("receive", [buffer], grid, PIPE, label, lane, source)
+    finish = wire.nothing
+    if record is not None and not _stays(buffer, grid):
+        grid.ledger.note_launch(record)
+        with Named(record):
+            finish = wire.receive(buffer, grid.group(PIPE, lane), source)
+    return Pending(lambda: (finish(), buffer)[1], record, grid)
+
+
 # --- whole tensors, and values outside of a training step
 
 
@@ -301,7 +347,7 @@ def equal_along(number: int, grid: Grid, axes: Sequence[str]) -> bool:
         if grid.size(axis) > 1:
             found = bounds.new_empty(grid.size(axis), 2, 1)
             with typed_errors(f"comparing a number over {axis}"):
-                wire.all_gather([bounds], [found], wire.Link(grid.group(axis)))()
+                wire.all_gather([bounds], [found], wire.Link(grid.group(axis, "reduce")))()
             bounds = torch.stack([found[:, 0].amin(0), found[:, 1].amax(0)])
     return bool(bounds[0] == bounds[1])
 
@@ -313,8 +359,25 @@ def from_first(tensor: Tensor, grid: Grid) -> Tensor:
     mine = tensor.clone() if grid.rank == 0 else torch.zeros_like(tensor)
     with typed_errors("giving a tensor of rank 0 to all ranks"):
         for axis in grid.shape.used_axes:
-            wire.all_reduce([mine], wire.Link(grid.group(axis)))()
+            wire.all_reduce([mine], wire.Link(grid.group(axis, "reduce")))()
     return mine
+
+
+def from_pipe(tensor: Tensor, grid: Grid, place: int) -> Tensor:
+    """Return the tensor of the ranks at pipe coordinate `place` on all ranks along pipe, bit for bit.
+
+    Ranks at other coordinates give a tensor of the same shape and dtype, which is not read. The ledger does not record
+    it, because it is no part of a training step.
+    """
+    if grid.size(PIPE) == 1 or not tensor.numel():
+        return tensor
+    own = tensor.detach().to(grid.device).clone(memory_format=torch.contiguous_format)
+    content = own.view(-1).view(torch.uint8)  # a sum of numbers would turn -0 into 0
+    if grid.coords[PIPE] != place:
+        content.zero_()
+    with typed_errors("giving a tensor to all ranks along pipe"):
+        wire.all_reduce([content], wire.Link(grid.group(PIPE, "reduce")))()
+    return own
 
 
 def exchange(tensor: Tensor, grid: Grid, axis: str, place: int) -> Tensor:
@@ -329,14 +392,16 @@ def exchange(tensor: Tensor, grid: Grid, axis: str, place: int) -> Tensor:
 # --- records and shapes
 
 
-def _record(op: Op, tensors: Sequence[Tensor], grid: Grid, axis: str, label: str) -> Collective | None:
+def _record(
+    op: Op, tensors: Sequence[Tensor], grid: Grid, axis: str, label: str, lane: str = "", peer: int = -1
+) -> Collective | None:
     """Write the launch into the ledger and return its record, or None if there is nothing to send."""
     ranks = grid.size(axis)
     nbytes = sum([tensor.nbytes for tensor in tensors])
     if ranks == 1 or nbytes == 0:
         return None
     # a gather's larger buffer is its output
-    record = Collective(op, axis, nbytes * ranks if op == "all_gather" else nbytes, ranks, label)
+    record = Collective(op, axis, nbytes * ranks if op == "all_gather" else nbytes, ranks, label, lane, peer)
     grid.ledger.append(record)
     return record
 

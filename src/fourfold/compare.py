@@ -21,7 +21,7 @@ from fourfold.grad_norm import clip_grad_norm_, grad_norm
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid
 from fourfold.nn.layer import Dropout, specs_of
-from fourfold.params import local_of
+from fourfold.params import local_of, whole_over_pipe
 
 
 class Stepper(Protocol):
@@ -135,12 +135,13 @@ class _Side:
 
     def whole(self, kind: str) -> Iterable[tuple[str, Tensor]]:
         """Yield every gradient or parameter, joined from its shards, one at a time."""
-        specs = specs_of(self.model)
+        specs, shards = specs_of(self.model), {}
         for name, parameter in self.model.named_parameters():
             local = local_of(parameter).detach()
             if kind == "gradient":  # a missing gradient is zero
                 local = torch.zeros_like(local) if parameter.grad is None else local_of(parameter.grad)
-            yield name, comm.join(local, specs[name].storage, specs[name].shape, self.grid, counted=False)
+            shards[name] = local, specs[name].storage, specs[name].shape
+        return whole_over_pipe(shards, self.grid)
 
 
 def _compare_values(step: int, kind: str, values: Sequence[Tensor], grid: Grid) -> list[Difference]:

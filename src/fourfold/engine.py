@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fourfold.policy import Overlap
+from fourfold.policy import Gathering, Overlap
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -115,7 +115,7 @@ class InUse(Generic[T]):
 
 
 BACKWARD = "backward"
-"""The kind of every backward pass, whatever its forward pass was."""
+"""The kind of every backward pass, whatever its forward pass was, unless `begin_backward` names another."""
 
 
 class Prefetcher:
@@ -139,9 +139,13 @@ class Prefetcher:
         self._orders: dict[Hashable, list[WeightGather]] = {BACKWARD: []}  # the recorded order of each kind of pass
         self._followed: dict[Hashable, bool] = {}  # whether the last pass of a kind was followed by backward
         self._kind: Hashable = None  # the kind of the pass that runs now
+        self._backward: Hashable = BACKWARD  # the kind of the backward passes that run now
         self._cursor = 0  # the number of weights that the pass has used
         self._in_flight: dict[Hashable, tuple[WeightGather, object, Awaited]] = {}
         self._in_use: dict[Hashable, InUse] = {}
+        self._keeps: Gathering = "use"
+        self._stage: Hashable = None  # the stage whose weights are kept
+        self._kept: dict[Hashable, tuple[object, Any]] = {}  # version and value of weights that stay gathered
         self._largest = 0
 
     def begin(self, kind: Hashable) -> None:
@@ -155,6 +159,24 @@ class Prefetcher:
         self._kind = kind
         self._launch_next()
 
+    def keep(self, keeps: Gathering) -> None:
+        """Let weights stay gathered from here on, until `keep` is called again."""
+        self._keeps = keeps
+        self._kept.clear()
+
+    def begin_stage(self, stage: Hashable) -> None:
+        """Say which stage of the model runs next; weights that are kept for a block of passes end with it."""
+        if self._keeps == "block" and stage != self._stage:
+            self._kept.clear()
+        self._stage = stage
+
+    def begin_backward(self, kind: Hashable) -> None:
+        """Say of which kind the next backward passes are, where a model has several parts that run backward alone."""
+        self._orders.setdefault(kind, [])
+        if self._backward != kind:
+            self._backward = kind
+            self.end()
+
     def end(self) -> None:
         """End a pass: wait for gathers that nobody used, and free them."""
         for wanted, _, pending in self._in_flight.values():
@@ -167,6 +189,7 @@ class Prefetcher:
     def forget(self) -> None:
         """End a pass without waiting for its gathers, which were never sent."""
         self._in_flight.clear()
+        self._kept.clear()
         self.end()
 
     def take(self, wanted: WeightGather[T], uses: int) -> InUse[T]:
@@ -174,6 +197,11 @@ class Prefetcher:
         if not wanted.nbytes and uses == 1:  # nothing travels, and nobody else uses them
             return InUse(wanted.launch()[0].wait(), 1)
         in_use = self._in_use.pop(wanted.key, None)
+        if in_use is None and wanted.key in self._kept:
+            version, value = self._kept[wanted.key]
+            if version == wanted.version():
+                return InUse(value, uses)
+            del self._kept[wanted.key]
         if in_use is None:
             _, version, pending = self._in_flight.pop(wanted.key, (None, None, None))
             if pending is not None and version != wanted.version():  # a weight changed since the launch
@@ -191,6 +219,8 @@ class Prefetcher:
         in_use.uses_left -= 1
         if in_use.uses_left:
             self._in_use[wanted.key] = in_use
+        elif self._keeps != "use" and wanted.nbytes:
+            self._kept[wanted.key] = wanted.version(), in_use.value
         elif not keep:
             self._free(wanted, in_use.value)
 
@@ -203,11 +233,11 @@ class Prefetcher:
 
     def _follow(self, used: WeightGather) -> None:
         """Advance in the recorded order of this kind of pass; record what is new."""
-        if self._kind != BACKWARD and self.in_backward():
+        if self._kind != self._backward and self.in_backward():
             self._close_order()
             if self._kind in self._followed:
                 self._followed[self._kind] = True
-            self._kind = BACKWARD
+            self._kind = self._backward
         if self._kind is None:
             return  # somebody calls layers one by one, outside of a pass
         order = self._orders[self._kind]
@@ -229,7 +259,7 @@ class Prefetcher:
             return
         yield from self._orders[self._kind][self._cursor :]
         if self._followed.get(self._kind):
-            yield from self._orders[BACKWARD]
+            yield from self._orders[self._backward]
 
     def _launch_next(self) -> None:
         """Prefetch: launch the gathers that the recorded order expects next, as far as the bound allows.
@@ -243,7 +273,7 @@ class Prefetcher:
         message: dict[Hashable, WeightGather] = {}
         nbytes = 0
         for wanted in self._expected():
-            if wanted.key in self._in_use or wanted.key in self._in_flight or wanted.key in message:
+            if any(wanted.key in known for known in (self._in_use, self._in_flight, self._kept, message)):
                 continue
             if in_flight + nbytes and in_flight + nbytes + wanted.nbytes > most:
                 if in_flight >= least:
@@ -322,7 +352,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop everything that is queued or in flight without waiting for it."""
-        self.wgrad_queue.jobs.clear()
+        self.wgrad_queue.forget()
         self.sums.forget()
         self.deferred.forget()
         self.prefetcher.forget()
@@ -450,8 +480,38 @@ class WgradQueue:
     def __init__(self, most: int) -> None:
         self.most = most
         self.jobs: deque[Callable[[], None]] = deque()
+        self._held: dict[Hashable, list[Callable[[], None]]] = {}
+        self._key: Hashable = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the products of the running backward pass are held back."""
+        return self._key is not None
+
+    @contextmanager
+    def holding(self, key: Hashable) -> Iterator[None]:
+        """Hold back the products that are queued inside the block, until `run_held` runs them."""
+        before, self._key = self._key, key
+        self._held[key] = []
+        try:
+            yield
+        finally:
+            self._key = before
+
+    def run_held(self, key: Hashable) -> None:
+        """Run the products that were held back under this key, in the order in which they were queued."""
+        for job in self._held.pop(key):
+            job()
+
+    def forget(self) -> None:
+        """Drop all products."""
+        self.jobs.clear()
+        self._held.clear()
 
     def add(self, job: Callable[[], None]) -> None:
+        if self._key is not None:
+            self._held[self._key].append(job)
+            return
         if not self.most:
             job()
             return

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.axes import AXES, REPLICA
+from fourfold.axes import CUTS, PIPE, REPLICA
 from fourfold.grid import Grid
 from fourfold.params import shards_of
+
+MOST_OF_A_UNIT = 64
+"""Parameters that a unit of a model has at most. Each has a place of its own in the line of all squares, which does not
+depend on how units are cut into stages."""
 
 
 def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -19,28 +25,80 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return measure_norms(parameters)[0]
 
 
-def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
-    """Return `grad_norm` and, for each parameter that has a gradient, the norm of this rank's shard of it."""
+class NormOwner(Protocol):
+    """The gradients of a model, as far as their norm is concerned."""
+
+    grid: Grid
+    line: int
+    """The length of the line of all squares; 0 if the model has no units."""
+
+
+def measure_norms(parameters: Iterable[nn.Parameter], owner: NormOwner | None = None) -> tuple[Tensor, Tensor]:
+    """Return `grad_norm` and, for each parameter that has a gradient, the norm of this rank's shard of it.
+
+    `owner` has the gradients, for a pipe rank that may have none of the parameters and takes part in the sum.
+    """
+    parameters = list(parameters)
     gradients = _complete_gradients(parameters)
-    if not gradients:
+    owner = _owner_of(parameters) if owner is None else owner
+    if owner is None and not parameters:
         return torch.zeros(()), torch.zeros(0)
-    grid = Grid.of(gradients[0][0])
-    wide = torch.promote_types(gradients[0][1].dtype, torch.float32)
-    shards = list(torch._foreach_norm([gradient for _, gradient in gradients], 2, wide))
+    grid = Grid.of(parameters[0]) if owner is None else owner.grid
+    shards: list[Tensor] = []
+    if gradients:
+        wide = torch.promote_types(gradients[0][1].dtype, torch.float32)
+        shards = list(torch._foreach_norm([gradient for _, gradient in gradients], 2, wide))
     here = [getattr(parameter, "counted", None) for parameter, _ in gradients]
     if None in here:  # the model has not run since `model.to(...)` replaced its parameters
         here = [counts_here(parameter, grid) for parameter, _ in gradients]
     counted = list(itertools.compress(shards, here))
-    squares = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device)
-    if counted:
-        squares += torch.stack(counted).double().square().sum()
-    replica = AXES.index(REPLICA)
+    device = gradients[0][1].device if gradients else grid.device
+    squares = torch.stack(counted).double().square() if counted else torch.zeros(0, dtype=torch.float64, device=device)
+    squares = _sum(squares, list(itertools.compress(gradients, here)), grid, 0 if owner is None else owner.line)
+    replica = CUTS.index(REPLICA)
     specs = [parameter.grad._spec for parameter, _ in gradients]  # type: ignore[union-attr,missing-attribute]
     cut_over_replicas = True in [spec.placements[replica].is_shard() for spec in specs]
-    for axis in AXES:
+    for axis in CUTS:
         if grid.size(axis) > 1 and (axis != REPLICA or cut_over_replicas):
             squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
-    return squares.sqrt(), torch.stack(shards)
+    return squares.sqrt(), torch.stack(shards) if shards else torch.zeros(0, device=device)
+
+
+def _owner_of(parameters: Sequence[nn.Parameter]) -> NormOwner | None:
+    """Return the gradients that all these parameters belong to; None if there are several, or none is known."""
+    try:
+        owners = {parameter.gradients for parameter in parameters}  # type: ignore[attr-defined]
+    except AttributeError:  # the model has not run since its parameters were replaced
+        return None
+    return owners.pop()() if len(owners) == 1 else None
+
+
+def _sum(squares: Tensor, counted: Sequence[tuple[nn.Parameter, Tensor]], grid: Grid, line: int) -> Tensor:
+    """Return the sum of squares over this rank's shards, and over pipe ranks.
+
+    The squares of a reference model are added unit by unit, each at its own place in a line that is the same for all
+    cuts of stages: so no cut changes a bit.
+    """
+    if not line:
+        if grid.size(PIPE) > 1:
+            raise RuntimeError(
+                "on a grid with a pipe axis the norm is that of one model's parameters, which has run since it was "
+                "moved; give model.parameters() after a backward pass"
+            )
+        return squares.sum()
+    whole = squares.new_zeros(line)
+    if counted:  # a list, because a generator would cost a call for each
+        places = tuple([parameter.place for parameter, _ in counted])  # type: ignore[attr-defined]
+        whole[_index(places, whole.device)] = squares
+    by_unit = whole.view(-1, MOST_OF_A_UNIT).sum(dim=1)
+    if grid.size(PIPE) > 1:
+        by_unit = comm.all_reduce(by_unit, grid, PIPE, label="gradient norm").wait()
+    return by_unit.sum()
+
+
+@lru_cache(maxsize=64)
+def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(places, device=device)
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -99,5 +157,5 @@ def counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
     On x, y and z only the first of several equal copies counts. Every replica counts, because the norm is summed over
     replicas only if gradients are sharded over them.
     """
-    placements = zip(AXES, parameter._spec.placements, strict=True)  # type: ignore[attr-defined]
+    placements = zip(CUTS, parameter._spec.placements, strict=True)  # type: ignore[attr-defined]
     return all(axis == REPLICA or cut.is_shard() or grid.coords[axis] == 0 for axis, cut in placements)

@@ -18,13 +18,13 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +33,26 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
-from fourfold.axes import AXES, BATCH, REPLICA
+from fourfold.axes import BATCH, CUTS, REPLICA
 from fourfold.comm import Arrived, Pending
 from fourfold.engine import Engine, in_backward
 from fourfold.grad_hooks import ParameterHooks
-from fourfold.grad_norm import counts_here, is_owed
+from fourfold.grad_norm import MOST_OF_A_UNIT, counts_here, is_owed
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec, chunk
 from fourfold.ledger import joint_label
 from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage
 from fourfold.policy import Policy
+
+
+class Units(NamedTuple):
+    """The units of a model, between which it may be cut into stages: how many there are, and which has a parameter."""
+
+    number: int
+    of: Callable[[str], int]
+
+
+NO_UNITS = Units(0, lambda _: 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +72,59 @@ class Bucket:
         return f"gradients {self.span}"
 
 
-def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, int]], bucket_bytes: int) -> list[Bucket]:
-    """Cut the gradients (name, axes owed, dtype, bytes on this rank) into buckets.
+class OwingGradient(NamedTuple):
+    """What decides about the bucket of a gradient."""
+
+    name: str
+    owes: tuple[str, ...]
+    dtype: torch.dtype
+    nbytes: int
+    """Bytes on this rank."""
+    unit: int = 0
+    """Gradients of different units share no bucket."""
+
+
+def bucket_unit(unit: int, owes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """Return the unit whose gradients a bucket may hold, or 0 for any.
+
+    An all-reduce of three ranks or more adds in an order that depends on the place in the message. So that cuts of
+    stages change no bit, gradients of another unit must not move that place. A sum of two has only one order.
+    """
+    return unit if any(sizes[axis] > 2 for axis in owes) else 0
+
+
+def fill_buckets(gradients: Sequence[OwingGradient], bucket_bytes: int) -> list[Bucket]:
+    """Cut the gradients into buckets.
 
     A bucket holds gradients of one dtype that owe the same axes, the last layers first, as backward computes them. It
     is closed when the next gradient would exceed `bucket_bytes`. The buckets that backward completes first come first.
     """
     buckets: list[Bucket] = []
-    open_for: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
-    for name, owes, dtype, nbytes in reversed(gradients):
-        at = open_for.get((owes, dtype))
+    open_for: dict[tuple[tuple[str, ...], torch.dtype, int], int] = {}
+    for name, owes, dtype, nbytes, unit in reversed(gradients):
+        at = open_for.get((owes, dtype, unit))
         if at is None or buckets[at].nbytes + nbytes > bucket_bytes:
-            open_for[owes, dtype] = len(buckets)
+            open_for[owes, dtype, unit] = len(buckets)
             buckets.append(Bucket(owes, (name,), nbytes))
         else:
             buckets[at] = Bucket(owes, (*buckets[at].names, name), buckets[at].nbytes + nbytes)
-    place = {name: index for index, (name, *_) in enumerate(reversed(gradients))}
+    place = {gradient.name: index for index, gradient in enumerate(reversed(gradients))}
     return sorted(buckets, key=lambda bucket: place[bucket.names[-1]])
 
 
 class TrackedParameter:
     """A parameter of the model and what never changes about its gradient."""
 
-    __slots__ = ("complete", "counted", "leaf", "name", "owed", "parameter", "spec")
+    __slots__ = ("complete", "counted", "leaf", "name", "owed", "parameter", "place", "spec", "unit")
 
-    def __init__(self, name: str, parameter: nn.Parameter, spec: Spec, grid: Grid, policy: Policy) -> None:
-        self.name, self.parameter, self.spec = name, parameter, spec
+    def __init__(self, name: str, parameter: nn.Parameter, spec: Spec, grid: Grid, policy: Policy, unit: int) -> None:
+        self.name, self.parameter, self.spec, self.unit = name, parameter, spec, unit
+        self.place = 0
+        """Where its square stands in the line of all squares (`grad_norm`)."""
         self.owed = spec_like(parameter, owes=spec.owes)
         """The spec of its gradient while sums are owed."""
         self.complete = spec_like(parameter, cut_over_replicas=policy.shard_optimizer)
-        self.counted = counts_here(parameter, grid)
+        self.counted = counts_here(parameter, grid) and not spec.is_copy
         """Whether this rank's shard counts for the norm."""
         self.leaf: Node | None = None
         """Its AccumulateGrad node if it is trained. Autograd frees such a node, with our hook on it, unless somebody
@@ -111,6 +144,10 @@ class ForwardPass:
         self._reads: set[int] = set()
         self.deposited = False
         """Whether the running backward pass has deposited gradients of this pass."""
+        self.held = False
+        """Whether its backward pass has run but for products of weight gradients, which are held back."""
+        self.left_out: set[int] = set()
+        """The parameters that this backward pass leaves out, by their ids."""
 
     def use(self, parameters: Iterable[int]) -> None:
         """Count a use of these parameters, each of which will deposit its own gradient."""
@@ -194,8 +231,14 @@ class Gradients:
     parameters `backward(inputs=...)` leaves out.
     """
 
-    def __init__(self, grid: Grid, parameters: Mapping[str, tuple[nn.Parameter, Spec]], policy: Policy) -> None:
-        self.grid = grid
+    def __init__(
+        self,
+        grid: Grid,
+        parameters: Mapping[str, tuple[nn.Parameter, Spec]],
+        policy: Policy,
+        units: Units = NO_UNITS,
+    ) -> None:
+        self.grid, self.units = grid, units
         self.parameters = dict(parameters)
         self.policy = policy
         self.engine = Engine(policy.overlap, flights=grid.size("x") > 1 or grid.size("y") > 1)
@@ -206,9 +249,18 @@ class Gradients:
         self.guarded = False
         """Whether ranks check before every gather that they gather the same parameters, as in a model's first pass."""
         self._tracked = {
-            id(parameter): TrackedParameter(name, parameter, spec, grid, policy)
+            id(parameter): TrackedParameter(name, parameter, spec, grid, policy, units.of(name))
             for name, (parameter, spec) in self.parameters.items()
         }
+        behind = Counter[int]()
+        for known in self._tracked.values():
+            known.parameter.gradients = weakref.ref(self)  # type: ignore[attr-defined]
+            known.place = known.unit * MOST_OF_A_UNIT + behind[known.unit]
+            behind[known.unit] += 1
+        self.line = units.number * MOST_OF_A_UNIT
+        """The length of the line of all squares; 0 for a model without units."""
+        if self.line and max(behind.values(), default=0) > MOST_OF_A_UNIT:
+            raise ValueError(f"a unit of the model has more than {MOST_OF_A_UNIT} parameters")
         self._buckets: list[tuple[Bucket, list[int]]] = []
         self._trained: list[torch.dtype | None] = []
         """The dtypes of the parameters that `_buckets` were made for, None for frozen ones."""
@@ -226,6 +278,8 @@ class Gradients:
         self._alive = weakref.WeakValueDictionary({next(self._numbers): self.forward_pass})
         """The forward passes whose autograd graphs exist, in their order."""
         self._to_begin = self._to_finish = 0  # passes left of the step that `begin_step` announced
+        self._summing = False
+        """Whether the backward passes of an announced step have begun: they share its buckets."""
         self._unannounced = False
         """Whether the running backward pass has deposited a gradient whose use was not counted, as a second backward
         pass over a retained graph does. More may come, so buckets wait for the end of the pass."""
@@ -236,7 +290,7 @@ class Gradients:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
         """Return the gradients of a copied model, with nothing in flight."""
-        new = Gradients(self.grid, copy.deepcopy(self.parameters, memo), self.policy)
+        new = Gradients(self.grid, copy.deepcopy(self.parameters, memo), self.policy, self.units)
         new.engine = copy.deepcopy(self.engine, memo)  # through the memo: the copied `StepRng` shares it
         return new
 
@@ -244,13 +298,15 @@ class Gradients:
         """Return whether this is a parameter of the model as it was built."""
         return id(parameter) in self._tracked
 
-    def begin_step(self, passes: int) -> None:
+    def begin_step(self, passes: int, *, until_end_step: bool = False) -> None:
         """Announce that the next `passes` forward and backward passes belong to one step.
 
         Their gradients are summed over ranks once: each bucket is launched when the last forward pass has begun and no
-        pass will still produce a gradient of its parameters.
+        pass will still produce a gradient of its parameters. They are complete when the last backward pass ends, or
+        when `end_step` is called: between two stages of a pipeline others wait for the last pass, but not for the sums.
         """
-        self._to_begin = self._to_finish = passes
+        self._to_begin, self._to_finish = passes, passes + until_end_step
+        self._summing = False
 
     def begin_forward(self, kind: Hashable, *, guarded: bool = False) -> None:
         """Begin a forward pass of the model; passes of one `kind` use the same weights in the same order."""
@@ -277,6 +333,7 @@ class Gradients:
     def _give_up(self) -> None:
         """End all passes without completing their gradients."""
         self._passes.clear()
+        self._summing = False
         self._new.clear()
         self._sums.clear()
         self.hooks.forget()
@@ -299,6 +356,7 @@ class Gradients:
                 parameter.label = known.name  # type: ignore[attr-defined]
                 parameter.gradients = weakref.ref(self)  # type: ignore[attr-defined]
                 parameter.complete, parameter.counted = known.complete, known.counted  # type: ignore[attr-defined]
+                parameter.place = known.place  # type: ignore[attr-defined]
                 known.leaf = leaf_of(parameter)
                 known.leaf.register_prehook(partial(_hand_over, weakref.ref(self), known.name, parameter, known.spec))
 
@@ -312,10 +370,12 @@ class Gradients:
         self._left_out = self._left_out & left_out if self._passes else left_out
         if not self._passes:
             self.hooks.defer()
-            self._sums.clear()
             self._unannounced = False
-            self._in_order = iter(self._buckets_and_ids())
-            self._bucket = next(self._in_order, None)
+            if not self._summing:
+                self._sums.clear()
+                self._in_order = iter(self._buckets_and_ids())
+                self._bucket = next(self._in_order, None)
+                self._summing = self._to_finish > 0
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, this_pass))
         self._passes.add(this_pass)
 
@@ -365,7 +425,7 @@ class Gradients:
         if GATHERED not in spec.storage.axes:
             self.deposit([parameter], [own], during=during, uses=uses)
             return
-        largest = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, dict.fromkeys(AXES, 0))
+        largest = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, dict.fromkeys(CUTS, 0))
         nbytes = prod(len(part) for part in largest) * own.element_size()
         self.scatter([parameter], [own], nbytes, label=name, during=during, uses=uses)
 
@@ -456,13 +516,37 @@ class Gradients:
         if self._passes:
             return  # this pass ran inside another one, which is still running
         self.passes += 1
-        finished = [each for each in self._alive.values() if each.deposited]
+        if not self.engine.wgrad_queue.holds:  # else `run_held` ends it
+            self._end([each for each in self._alive.values() if each.deposited and not each.held])
+
+    def hold(self, held: ForwardPass) -> None:
+        """Note that the backward pass of this forward pass has run but for products that the engine holds back."""
+        held.held, held.left_out = True, self._left_out
+
+    def run_held(self, held: ForwardPass, key: Hashable) -> None:
+        """Run the products that were held back under this key, and end the backward pass."""
+        self._left_out = held.left_out
+        with torch.no_grad():
+            self.engine.wgrad_queue.run_held(key)
+        self.engine.deferred.wait_all()
+        held.held = False
+        self._end([held])
+
+    def end_step(self) -> None:
+        """Complete the gradients of a step that was announced to end here; some passes may have used no parameter."""
+        if self._to_finish:
+            self._to_begin, self._to_finish = 0, 1
+            self._end([])
+
+    def _end(self, finished: Sequence[ForwardPass]) -> None:
+        """End these passes, and if they were the last of their step, complete all gradients."""
         for each in finished:
             each.end()
         # one backward pass may go through the graphs of several forward passes, whose losses were added up
         self._to_finish = max(0, self._to_finish - max(1, len(finished)))
         if self.accumulating or self._to_finish:
             return
+        self._summing = False
         begun = list({id(total): total for total in self._sums.values()}.values())
         self._sums.clear()  # frees the gradients that they refer to
         if self._bucket is not None:
@@ -486,7 +570,13 @@ class Gradients:
         trained = [k.parameter.dtype if k.parameter.requires_grad else None for k in self._tracked.values()]
         if trained != self._trained:
             gradients = [
-                (known.name, known.spec.owes, known.parameter.dtype, local_of(known.parameter).nbytes)
+                OwingGradient(
+                    known.name,
+                    known.spec.owes,
+                    known.parameter.dtype,
+                    local_of(known.parameter).nbytes,
+                    bucket_unit(known.unit, known.spec.owes, self.grid.shape.sizes),
+                )
                 for known in self._tracked.values()
                 if known.parameter.requires_grad
             ]
@@ -622,7 +712,7 @@ def gradients_of(model: nn.Module) -> Gradients:
 def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_replicas: bool = False) -> DTensorSpec:
     """Return the DTensor spec of a parameter's gradient: owed over some axes, or also sharded over replicas."""
     spec: DTensorSpec = parameter._spec  # type: ignore[attr-defined]
-    placements = dict(zip(AXES, spec.placements, strict=True))
+    placements = dict(zip(CUTS, spec.placements, strict=True))
     placements |= dict.fromkeys(owes, Partial())
     if cut_over_replicas:
         placements[REPLICA] = Shard(0)

@@ -4,8 +4,8 @@
 process placed on it: torch's DeviceMesh, process groups for each axis, the device, and the ledger of collectives.
 Nothing here issues a collective.
 
-Invariant: a mesh has one dim per axis, in the order of `AXES`, whatever the order of the ranks is; only `AXES` says how
-many axes there are.
+Invariant: a mesh has one dim per axis that may cut a tensor, in the order of `CUTS`, whatever the order of the ranks
+is; only `AXES` says how many axes there are. The ranks of each pipe coordinate have a mesh of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import zlib
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -24,17 +26,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fourfold.axes import AXES
+from fourfold.axes import AXES, CUTS, PIPE
 from fourfold.environment import Environment, stay_on_loopback
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
 from fourfold.job import START_SECONDS, Channel, agree, first_fault, join, share_tracebacks, typed_errors
 from fourfold.ledger import Ledger
 from fourfold.recording import Recording
+from fourfold.schedule.action import Lane
 from fourfold.shape import Shape, axes_signature
 from fourfold.torch_hooks import GRID, install_torch_hooks
 
 T = TypeVar("T")
 
+PIPE_LANES = ("reduce", *Lane)
+"""The lanes along pipe: sums over its ranks, and messages between stages."""
 CORES_FOR_TWO_LANES = 4
 """CPU cores that a rank needs before the only axis of a grid of GPUs gets two communicators. Over a network each
 communicator keeps threads busy while a message is in flight; with fewer cores two are slower than one."""
@@ -135,14 +140,15 @@ class Grid:
         if alone and not member:
             return
         with typed_errors(f"making the groups of the grid {shape}"):
-            self.mesh = DeviceMesh(self.device.type, self._mesh_ranks(), mesh_dim_names=AXES, _init_backend=not alone)
+            meshes = self._meshes(alone=alone)
+            self.coords = shape.coords(self.ranks.index(dist.get_rank()) if member else 0)
+            self.mesh = meshes[self.coords[PIPE]]
             self._groups = {} if alone else self._lanes(timeout, job, member=member)
         if not alone:
             job.meet()  # a rank that ended now would close connections that others are still making
         if not member:
             return
         self.rank = self.ranks.index(dist.get_rank())
-        self.coords = shape.coords(self.rank)
         self.channel = Channel("grid", self.ranks)
         self.ledger = Ledger()
         self.tags = {axis: itertools.count() for axis in AXES}
@@ -151,12 +157,23 @@ class Grid:
         """Whether collectives are recorded without being sent; `comm.muted` sets it."""
         self.recording: Recording | None = None
         """What the host must do for the step that is being recorded now; None while steps run as usual."""
+        self.micro_steps: set[int] = set()
+        """The numbers of micro-batches that all ranks of a pipeline have agreed on."""
+        self.connected: set[tuple[int, ...]] = set()
+        """The placements of stages between whose ranks messages have travelled."""
         self.graphs: WeakSet[CommunicatorUser] = WeakSet()
         """The recorded steps that contain collectives of this grid."""
         # torch caches the placements of DTensor operations by mesh, and takes meshes of equal shape for the same one
         self.mesh._thread_id = -next(self._made)
         install_torch_hooks()
         setattr(self.mesh, GRID, self)  # for `Grid.of`
+
+    def _meshes(self, *, alone: bool) -> list[DeviceMesh]:
+        """Return the mesh of each pipe coordinate; torch makes their groups on all ranks of the job in this order."""
+        return [
+            DeviceMesh(self.device.type, ranks, mesh_dim_names=CUTS, _init_backend=not alone)
+            for ranks in self._mesh_ranks().movedim(AXES.index(PIPE), 0).contiguous()
+        ]
 
     def _mesh_ranks(self) -> torch.Tensor:
         """Return the ranks of the job by coordinates, one dim per axis."""
@@ -176,7 +193,7 @@ class Grid:
         two = self.shape.two_lanes
         if on_gpu and len(self.shape.used_axes) == 1 and _cores_per_rank(job) < CORES_FOR_TWO_LANES:
             two = ()
-        for axis in AXES:
+        for axis in CUTS:
             group = self.mesh.get_group(axis) if member else None
             if timeout is not None and group is not None:  # the mesh made its groups with torch's default timeout
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -185,6 +202,11 @@ class Grid:
             reduce = self._new_group(axis, timeout) if axis in two and dist.get_backend() != "fake" else group
             if group is not None and reduce is not None:
                 groups[axis, "gather"], groups[axis, "reduce"] = group, reduce
+        if self.size(PIPE) > 1:
+            for lane in PIPE_LANES:
+                group = self._new_group(PIPE, timeout) if dist.get_backend() != "fake" else dist.group.WORLD
+                if group is not None:
+                    groups[PIPE, lane] = group
         return groups
 
     def _new_group(self, axis: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
@@ -241,6 +263,21 @@ class Grid:
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank."""
         return self.channel.decide(text, lambda texts: texts[0])
+
+    def texts_by_pipe(self, text: str) -> list[str]:
+        """Return the text of every pipe coordinate, in their order; the first rank of each speaks for its others.
+
+        All ranks call it. It serves to tell ranks along pipe what the others hold, such as the names of tensors.
+        """
+        if self.size(PIPE) == 1:
+            return [text]
+        said = ""
+        if all(self.coords[axis] == 0 for axis in CUTS):
+            # compressed, because names repeat and a store refuses texts of more than 8 MiB
+            said = f"{self.coords[PIPE]} {b64encode(zlib.compress(text.encode())).decode()}"
+        together = self.channel.decide(said, lambda texts: "\n".join(filter(None, texts)))
+        by_pipe = {int(place): packed for place, packed in map(str.split, together.splitlines())}
+        return [zlib.decompress(b64decode(by_pipe[place])).decode() for place in sorted(by_pipe)]
 
     def run_together(self, what: str, act: Callable[[], T], *, same: str = "") -> T:
         """Call `act` on every rank and return its result; if it fails on one rank, raise on all of them.

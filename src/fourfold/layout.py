@@ -19,7 +19,7 @@ from math import lcm, prod
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import AXES, BATCH, CUTS
 from fourfold.grid import Grid
 from fourfold.policy import Activations
 
@@ -150,14 +150,14 @@ class Layout:
     def placements(self) -> list[Placement]:
         """Return the same layout for a DTensor on a grid's mesh, which cuts in the order of the mesh's dims."""
         dims = dict(self.cuts)
-        if list(self.axes) != [axis for axis in AXES if axis in dims]:
-            raise ValueError(f"a DTensor is cut over the axes in the order {AXES}, outermost first; got {self.axes}")
-        return [Shard(dims[axis]) if axis in dims else Replicate() for axis in AXES]
+        if list(self.axes) != [axis for axis in CUTS if axis in dims]:
+            raise ValueError(f"a DTensor is cut over the axes in the order {CUTS}, outermost first; got {self.axes}")
+        return [Shard(dims[axis]) if axis in dims else Replicate() for axis in CUTS]
 
     @classmethod
     def of(cls, placements: Sequence[Placement]) -> Layout:
         """Return the layout of a DTensor on a grid's mesh."""
-        by_axis = zip(AXES, placements, strict=True)
+        by_axis = zip(CUTS, placements, strict=True)
         return cls(tuple((axis, placement.dim) for axis, placement in by_axis if isinstance(placement, Shard)))
 
 
@@ -205,6 +205,8 @@ class Spec:
     storage: Layout
     use: Layout
     init: Init = Init()
+    is_copy: bool = False
+    """Whether a rank at another pipe coordinate holds the same parameter and counts it for the norm of gradients."""
 
     @property
     def owes(self) -> tuple[str, ...]:
@@ -213,7 +215,7 @@ class Spec:
         These are all axes that cut the computation and do not cut the parameter. An axis over which the computation
         was merely repeated owes nothing; an axis that cuts the storage as well is paid by the reduce-scatter.
         """
-        return tuple(axis for axis in AXES if axis in self.use.axes and axis not in self.storage.axes)
+        return tuple(axis for axis in CUTS if axis in self.use.axes and axis not in self.storage.axes)
 
     def box(self, grid: Grid) -> Box:
         """Return the index ranges that this rank stores."""

@@ -13,7 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -21,7 +21,7 @@ import torch
 NO_SPAN = nullcontext()
 """The span of a block while no profile is taken."""
 
-Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "send", "receive"]
 
 _WIRE_SHARES: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """How often (g-1)/g of the buffer is sent; an all-reduce is a reduce-scatter and a gather."""
@@ -29,17 +29,26 @@ _WIRE_SHARES: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduc
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective on one rank. `nbytes` is the size of the larger of its input and output buffers."""
+    """One collective on one rank, or one end of a message between two ranks.
+
+    `nbytes` is the size of the larger of its input and output buffers.
+    """
 
     op: Op
     axis: str
     nbytes: int
     ranks: int
     label: str = ""
+    lane: str = field(default="", compare=False)
+    """The lane of a message between two ranks; empty for a collective."""
+    peer: int = field(default=-1, compare=False)
+    """The coordinate, along the axis, of the rank at the other end of a message."""
 
     @property
     def wire_bytes(self) -> int:
         """The least number of bytes that this rank must send: (g-1)/g of the buffer, twice that for an all-reduce."""
+        if self.op in ("send", "receive"):
+            return self.nbytes if self.op == "send" else 0
         return -(-_WIRE_SHARES[self.op] * (self.ranks - 1) * self.nbytes // self.ranks)
 
     def __str__(self) -> str:
@@ -168,12 +177,16 @@ class Ledger:
 
     def begin_flight(self, record: Collective) -> Callable[[], None] | None:
         """Note that a collective is sent; return the function to call on its arrival, on any thread, or None."""
-        if self.listener is not None:
-            self.listener.launched(record)
+        self.note_launch(record)
         if self._links is None:
             return None
         began, links = time.perf_counter(), self._links
         return lambda: links.append((record.axis, time.perf_counter() - began))
+
+    def note_launch(self, record: Collective) -> None:
+        """Tell the listener that a collective, or one end of a message, is launched."""
+        if self.listener is not None:
+            self.listener.launched(record)
 
     def take_link_seconds(self) -> dict[str, float]:
         """Return the seconds that collectives were in flight by axis since `time_links`, and stop measuring."""

@@ -11,6 +11,7 @@ its steps.
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.axes import AXES, REPLICA
+from fourfold.axes import CUTS, REPLICA
 from fourfold.comm import Pending
 from fourfold.grad_norm import is_incomplete, measure_norms, scale_gradients
 from fourfold.gradients import Bucket, gradients_of
@@ -47,13 +48,15 @@ class Clipped:
     """The norm of this rank's shard of the gradient of each of these parameters."""
 
     def first_not_finite(self) -> str | None:
-        """Return the first parameter whose gradient was not finite on some rank; all ranks must call this."""
-        if not self.names:
-            return None
+        """Return the first parameter whose gradient was not finite on some rank; all ranks must call this.
+
+        Pipe ranks have different parameters: it is the first one of the first of them that has any.
+        """
         flags = (~self.shards.isfinite()).float()
-        for axis in AXES:
+        for axis in CUTS:
             flags = comm.all_reduce(flags, self.grid, axis, label="not finite").wait()
-        return next((name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag), None)
+        own = next((name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag), "")
+        return next(filter(None, self.grid.texts_by_pipe(own)), None)
 
 
 ParameterState = dict[str, Tensor | float | None]
@@ -91,9 +94,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.parts[name] = part
                 (decayed if part.dim() > 1 else others).append(part)
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        super().__init__([group for group in groups if group["params"]], **self.options)  # type: ignore[call-arg]
+        # A group without parameters is left out, unless a rank at another pipe coordinate has some of it: groups have
+        # the same numbers on all ranks, and a rank whose parameters are all frozen has an optimizer that does nothing.
+        used = [bool(group["params"]) for group in groups]
+        by_pipe = [used, *map(json.loads, self.gradients.grid.texts_by_pipe(json.dumps(used)))]
+        kept = [group for group, *uses in zip(groups, *by_pipe, strict=True) if any(uses)]
+        super().__init__(kept, **self.options)  # type: ignore[call-arg]
         # what recorded steps read; fp32, which is what torch's fused kernels take
-        self._rates = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
+        device = next((part.device for part in self.parts.values()), self.gradients.grid.device)
+        self._rates = [torch.zeros((), device=device) for _ in self.param_groups]
 
     @property
     def not_recordable(self) -> str:
@@ -150,9 +159,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The step is skipped if the norm is not finite or `unless`, which must be equal on all ranks, is true: parameters
         and optimizer state stay unchanged. The decision is made on the device; the host does not wait for it.
         """
-        names = [name for name in self.parts if self.gradients.parameters[name][0].grad is not None]
-        parameters = [self.gradients.parameters[name][0] for name in names]
-        norm, shards = measure_norms(parameters)
+        parameters = [self.gradients.parameters[name][0] for name in self.parts]
+        names = [name for name, parameter in zip(self.parts, parameters, strict=True) if parameter.grad is not None]
+        norm, shards = measure_norms(parameters, self.gradients)
         bad = ~norm.isfinite() if unless is None else ~norm.isfinite() | unless
         if not self.fused:
             scale_gradients(parameters, norm, max_norm)

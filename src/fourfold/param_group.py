@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.axes import AXES
+from fourfold.axes import CUTS
 from fourfold.comm import Arrived, Pending
 from fourfold.engine import in_backward
 from fourfold.gradients import CastShard, ForwardPass, Gradients
@@ -54,7 +54,7 @@ class GroupMember:
     @classmethod
     def of(cls, layer: nn.Module, name: str, spec: Spec, grid: Grid) -> GroupMember:
         box = partial(spec.storage.compute.box, spec.shape, grid.shape.sizes)
-        most = prod(len(part) for part in box(dict.fromkeys(AXES, 0)))
+        most = prod(len(part) for part in box(dict.fromkeys(CUTS, 0)))
         return cls(getattr(layer, name), len(box(grid.coords)[0]), most, layer._parameters, name)
 
 

@@ -11,7 +11,8 @@ reads a stale value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from fourfold import comm
 from fourfold.engine import in_backward
 from fourfold.grid import Grid
-from fourfold.layout import Spec
+from fourfold.layout import Layout, Spec
 
 
 class LazyTensor(Tensor):
@@ -171,6 +172,26 @@ def whole_tensor(tensor: DTensor) -> Tensor:
         return tensor.full_tensor()
     spec = tensor.spec
     return comm.join(local_of(tensor), spec.storage, spec.shape, tensor.grid, label=tensor.label)
+
+
+def whole_over_pipe(
+    shards: Mapping[str, tuple[Tensor, Layout, Sequence[int]]], grid: Grid
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of all pipe coordinates, whole, on every rank, one at a time; the ledger does not count it.
+
+    This rank's tensors are given as its shard, the layout that cut it, and the global shape. All ranks call it.
+    """
+    own = {name: [list(shape), str(local.dtype).removeprefix("torch.")] for name, (local, _, shape) in shards.items()}
+    by_pipe = [json.loads(text) for text in grid.texts_by_pipe(json.dumps(own))]
+    homes = {name: place for place, held in reversed(list(enumerate(by_pipe))) for name in held}
+    for name in dict.fromkeys(name for held in by_pipe for name in held):
+        if name in shards:
+            local, layout, shape = shards[name]
+            whole = comm.join(local, layout, shape, grid, counted=False)
+        else:
+            shape, dtype = by_pipe[homes[name]][name]
+            whole = torch.empty(shape, dtype=getattr(torch, dtype), device=grid.device)
+        yield name, comm.from_pipe(whole, grid, homes[name])
 
 
 def read_whole(tensor: DTensor) -> Tensor:

@@ -10,8 +10,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from fourfold.schedule.action import Schedule
+from fourfold.schedule.stages import Stages
+
 Activations = Literal["sharded", "replicated"]
 Recompute = Literal["none", "attention", "block"]
+Gathering = Literal["use", "block", "step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,9 @@ class Overlap:
     reduce_early: bool = True
     """Sum gradients over data as soon as they are final, and with a sharded optimizer gather the stepped parameters
     behind the next forward. Reading such a parameter waits for it; tensors taken from it before the step do not."""
+    receive_ahead: bool | None = None
+    """In a pipeline: begin to receive a message one message before it is needed. By default so on the CPU only: on a
+    GPU a receive that waits for its message keeps multiprocessors busy, and products ran at half speed beside it."""
     bytes_in_flight: int | None = None
     """Bound on the bytes of prefetched weights, and on those of gradients being reduced; by default twice the largest
     message."""
@@ -54,10 +61,21 @@ class Overlap:
         """Return the bytes with which a message is launched: one must travel while one is used."""
         return min(self.joint_bytes, self.most_in_flight(largest) // 2)
 
+    def receives_ahead(self, device: str) -> bool:
+        """Return whether a kind of device receives messages between stages before they are needed."""
+        return device != "cuda" if self.receive_ahead is None else self.receive_ahead
+
     @classmethod
     def off(cls, *, halves: int = 1) -> Overlap:
         """Return the policy without overlap: every collective is waited for where it is launched."""
-        return cls(prefetch=False, defer=False, wgrad_behind_messages=False, halves=halves, reduce_early=False)
+        return cls(
+            prefetch=False,
+            defer=False,
+            wgrad_behind_messages=False,
+            halves=halves,
+            reduce_early=False,
+            receive_ahead=False,
+        )
 
 
 class Halves(NamedTuple):
@@ -100,6 +118,9 @@ class Policy:
     """Keep the gathered input of a product for backward, instead of gathering it again."""
     keep_weights: bool = False
     """Keep weights gathered over z from forward to backward, instead of gathering them again."""
+    gather_weights: Gathering = "use"
+    """In `ff.forward_backward`: how often weights are gathered over z, for every use, once for passes of one stage that
+    follow each other (block), or once in a step (step); they stay gathered meanwhile, in the dtype of the products."""
     keep_casts: bool = True
     """Keep this rank's shards in the dtype of the products where it differs from the parameters' dtype, and cast them
     once in a pass instead of before every use. Nothing is kept where the dtypes are equal."""
@@ -121,6 +142,11 @@ class Policy:
     z are 1) all of it as one function."""
     overlap: Overlap = Overlap()
     """How much communication overlaps with computation."""
+    stages: Stages | None = None
+    """On a grid with a pipe axis: which layers each stage has, and which pipe rank holds it. By default every pipe rank
+    holds one stage, with equally many layers."""
+    schedule: str | Schedule = "auto"
+    """The order in which pipe ranks work on micro-batches: a schedule or its name (`schedule.choose`)."""
     even_tokens: bool = False
     """Promise that all places along z have equally many tokens in every pass, as they have in the trainer. Then tokens
     may go to the embedding's table instead of the table to the tokens, where that sends fewer bytes. A first pass that
@@ -133,6 +159,8 @@ class Policy:
             raise ValueError(f"activations={self.activations!r} is none of {get_args(Activations)}")
         if self.recompute not in get_args(Recompute):
             raise ValueError(f"recompute={self.recompute!r} is none of {get_args(Recompute)}")
+        if self.gather_weights not in get_args(Gathering):
+            raise ValueError(f"gather_weights={self.gather_weights!r} is none of {get_args(Gathering)}")
         for name in ("compute_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -142,8 +170,18 @@ class Policy:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 1")
 
+    @property
+    def keeps_for_backward(self) -> bool:
+        """Whether backward reads the weights that forward has gathered."""
+        return self.keep_weights or self.gather_weights == "step"
+
     def require_any_module(self) -> None:
         """Refuse options that only the reference models implement, for a model with other people's code."""
+        if self.gather_weights != "use":
+            raise ValueError(
+                f"gather_weights={self.gather_weights!r} is for ff.forward_backward, which runs the reference models; "
+                "use 'use', or keep_weights=True"
+            )
         if self.overlap.halves not in (None, 1):
             raise ValueError(
                 f"halves={self.overlap.halves}: a module's own code runs a batch as one; use halves=None or 1"

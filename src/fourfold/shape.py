@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import AXES, BATCH, CUTS, PIPE
 from fourfold.synonyms import explain_axis
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Shape:
     """The sizes of the axes, and the order in which ranks walk them (fastest-varying axis first).
 
     `Shape(x=2, data=4)`; axes that are not named have one rank. With the default order,
-    rank = x + X * (y + Y * (z + Z * data)). The size of an axis is an attribute: `shape.x`.
+    rank = x + X * (y + Y * (z + Z * (data + D * pipe))). The size of an axis is an attribute: `shape.x`.
     """
 
     _sizes: tuple[int, ...]
@@ -36,12 +36,13 @@ class Shape:
         for axis, size in by_axis.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"grid axis {axis}={size!r}: the size of an axis is a whole number from 1 up")
-        if sorted(order) != sorted(AXES):
+        whole = tuple(order) if PIPE in order else (*order, PIPE)  # stages lie far apart unless somebody says otherwise
+        if sorted(whole) != sorted(AXES):
             raise ValueError(
                 f"order={tuple(order)!r} must name each axis once, fastest-varying first, such as {AXES!r}"
             )
         object.__setattr__(self, "_sizes", tuple(by_axis.values()))
-        object.__setattr__(self, "order", tuple(order))
+        object.__setattr__(self, "order", whole)
 
     def __getattr__(self, name: str) -> int:
         if name in AXES:
@@ -50,11 +51,16 @@ class Shape:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
-        return f"Shape({sizes})" if self.order == AXES else f"Shape({sizes}, order={self.order})"
+        return f"Shape({sizes})" if self.order == AXES else f"Shape({sizes}, order={self._written_order})"
 
     def __str__(self) -> str:
         sizes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
-        return sizes if self.order == AXES else f"{sizes} order={','.join(self.order)}"
+        return sizes if self.order == AXES else f"{sizes} order={','.join(self._written_order)}"
+
+    @property
+    def _written_order(self) -> tuple[str, ...]:
+        """The order as people write it: without pipe where it is last, which is understood."""
+        return self.order[:-1] if self.order[-1] == PIPE else self.order
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -69,6 +75,11 @@ class Shape:
     def places(self) -> int:
         """The number of places: sets of ranks that hold the same rows of a batch."""
         return prod(self.sizes[axis] for axis in BATCH)
+
+    @property
+    def stage(self) -> Shape:
+        """The grid of the ranks that hold the same layers: this one without its pipe axis."""
+        return Shape(**{**self.sizes, PIPE: 1}, order=self.order)
 
     @property
     def used_axes(self) -> tuple[str, ...]:
@@ -151,8 +162,8 @@ def sizes_by_axis(sizes: Sequence[int], named: Mapping[str, int]) -> dict[str, i
     return dict.fromkeys(AXES, 1) | given | dict(named)
 
 
-def shapes_of(world: int, order: Sequence[str] = AXES) -> Iterator[Shape]:
-    """Yield every way to factor `world` ranks into a grid, powers of two or not."""
+def shapes_of(world: int, order: Sequence[str] = AXES, *, axes: Sequence[str] = CUTS) -> Iterator[Shape]:
+    """Yield every way to factor `world` ranks into a grid of these axes, powers of two or not."""
     if world < 1:
         raise ValueError(f"a grid of {world} ranks: there must be at least one")
 
@@ -164,5 +175,5 @@ def shapes_of(world: int, order: Sequence[str] = AXES) -> Iterator[Shape]:
             if left % size == 0:
                 yield from ((size, *rest) for rest in factor(left // size, axes - 1))
 
-    for sizes in factor(world, len(AXES)):
-        yield Shape(*sizes, order=tuple(order))
+    for sizes in factor(world, len(axes)):
+        yield Shape(**dict(zip(axes, sizes, strict=True)), order=tuple(order))

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from fourfold.axes import PIPE
 from fourfold.gradients import gradients_of
 from fourfold.optim import ShardedOptimizer
 from fourfold.params import local_of
@@ -319,6 +320,8 @@ def why_not(model: nn.Module, device: torch.device) -> str:
     """Return why the steps of this model cannot be recorded on the device, as far as that is known beforehand."""
     if device.type != "cuda":
         return f"a {device.type} has no CUDA graphs"
+    if (pipe := gradients_of(model).grid.size(PIPE)) > 1:
+        return f"messages between the stages of a pipeline (pipe={pipe}) are not recorded"
     if gradients_of(model).policy.check_inputs:
         return "check_inputs=True makes the host read every batch"
     return next((why for module in model.modules() if (why := getattr(module, "not_recordable", ""))), "")

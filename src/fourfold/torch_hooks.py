@@ -1,4 +1,4 @@
-"""What a grid changes in torch, once per process: how DTensor operations find their layout, which optimizers may step.
+"""What a grid changes in torch, once per process: layouts of DTensor operations, optimizers and norms that are refused.
 
 **Layouts.** For every operation, shape and layout, DTensor lists all combinations of what each dim of the mesh could
 do: hundreds to thousands on a mesh of four dims. Then it takes one that moves no data, if there is one. On a grid's
@@ -9,6 +9,9 @@ function, nothing changes.
 **Optimizers.** One that treats each element by itself steps DTensors correctly. One that needs whole matrices, norms of
 rows or products of all gradients fails inside torch, or silently computes them from shards. Those are refused before
 their first step.
+
+**Norms.** torch's `clip_grad_norm_` sees the gradients of one rank. Those of other pipe ranks it would leave out
+silently, so it is refused on a grid with a pipe axis.
 """
 
 from __future__ import annotations
@@ -17,10 +20,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._ops import utils
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fourfold.axes import PIPE
 
 GRID = "_fourfold_grid"
 """Attribute of a mesh that belongs to a grid: the grid."""
@@ -45,6 +53,7 @@ def install_torch_hooks() -> None:
     """Change torch for the rest of this process, for meshes and parameters of a grid."""
     register_optimizer_step_pre_hook(_refuse_unfit)
     speed_up_strategies()
+    refuse_norms_of_a_stage()
 
 
 def speed_up_strategies() -> None:
@@ -53,6 +62,28 @@ def speed_up_strategies() -> None:
     known = expand is not None and hasattr(OpSchema, "args_strategy") and hasattr(OpSchema, "kwargs_strategy")
     if known and not hasattr(expand, "__wrapped__"):
         setattr(utils, NAME, _own_placements_first(expand))
+
+
+def refuse_norms_of_a_stage() -> None:
+    """Replace torch's norm of many gradients by one that raises where it would see one stage of a pipeline alone."""
+    norm = clip_grad._get_total_norm
+    if hasattr(norm, "__fourfold__"):
+        return
+
+    @functools.wraps(norm)
+    def whole(tensors: Any, *args: Any, **options: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        grids = [getattr(each.device_mesh, GRID, None) for each in tensors if isinstance(each, DTensor)]
+        if any(grid is not None and grid.size(PIPE) > 1 for grid in grids):
+            raise RuntimeError(
+                "torch's clip_grad_norm_ sees only the gradients of this pipe rank's stages; call "
+                "ff.clip_grad_norm_(model.parameters(), max_norm), which sums over all of them"
+            )
+        return norm(tensors, *args, **options)
+
+    whole.__fourfold__ = True  # type: ignore[attr-defined]
+    clip_grad._get_total_norm = whole
+    torch.nn.utils.get_total_norm = whole
 
 
 def _own_placements_first(expand: Callable[..., Any]) -> Callable[..., Any]:

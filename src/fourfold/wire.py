@@ -28,6 +28,8 @@ from torch import Tensor
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Work = dist.Work
+"""A message that torch has begun to send."""
 ONE_ROUND_NBYTES = 64 << 10
 """On the CPU a collective takes one round instead of a ring while the messages to all ranks are smaller than this:
 below it, latency takes more time than the additional bytes."""
@@ -199,6 +201,17 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> Tensor:
     for work in dist.batch_isend_irecv([dist.P2POp(act, one, group=group, group_peer=peer) for act, one in ways]):
         work.wait()
     return arriving
+
+
+def send(tensor: Tensor, group: dist.ProcessGroup, to: int) -> Work | None:
+    """Start sending a contiguous tensor to a rank of the group."""
+    return dist.isend(tensor, group=group, group_dst=to)
+
+
+def receive(into: Tensor, group: dist.ProcessGroup, source: int) -> Callable[[], None]:
+    """Start receiving a tensor from a rank of the group, in the order in which that rank sends."""
+    work = dist.irecv(into, group=group, group_src=source)
+    return lambda: (work and work.wait(), None)[1]
 
 
 def _takes_one_round(nbytes: int, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The axes are one list: with a fifth axis of one rank every command works as before."""
+"""The axes are one list: with a further axis of one rank every command works as before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import importlib.util, sys
 spec = importlib.util.find_spec("fourfold.axes")
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-module.AXES = (*module.AXES, "fifth")
+module.AXES = (*module.AXES, "sixth")
 sys.modules["fourfold.axes"] = module
 """
 """Runs before everything else in every process, ranks included: Python imports `sitecustomize` when it starts."""
@@ -26,7 +26,7 @@ SMALL = ("--set", "batch.rows=4", "--set", "batch.seq=16", "--set", "checkpoint.
 
 @pytest.fixture(scope="module")
 def five(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A folder with text, and an environment whose processes know a fifth axis."""
+    """A folder with text, and an environment whose processes know a sixth axis."""
     folder = tmp_path_factory.mktemp("five")
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(ADD_AN_AXIS)
@@ -46,10 +46,10 @@ def fourfold(five: tuple[Path, dict[str, str]], *args: str) -> str:
 def test_shapes_and_layouts_have_the_fifth_axis(five) -> None:
     code = (
         "from fourfold.axes import AXES; from fourfold.grid import Shape; from fourfold.layout import EXPAND_WEIGHT\n"
-        "shape = Shape(x=2, fifth=1)\n"
-        "assert AXES[-1] == 'fifth' and shape.fifth == 1 and shape.world == 2\n"
-        "assert len(EXPAND_WEIGHT.placements()) == 5\n"
-        "assert Shape(fifth=3, order=('fifth', 'x', 'y', 'z', 'data')).coords(2)['fifth'] == 2\n"
+        "shape = Shape(x=2, sixth=1)\n"
+        "assert AXES[-1] == 'sixth' and shape.sixth == 1 and shape.world == 2\n"
+        "assert len(EXPAND_WEIGHT.placements()) == 4\n"
+        "assert Shape(sixth=3, order=('sixth', 'x', 'y', 'z', 'data')).coords(2)['sixth'] == 2\n"
     )
     subprocess.run([sys.executable, "-c", code], env=five[1], check=True, timeout=120)
 
@@ -58,9 +58,9 @@ def test_shapes_and_layouts_have_the_fifth_axis(five) -> None:
 def test_training_checkpoints_report_and_doctor_pass_a_fifth_axis_through(five) -> None:
     fourfold(five, "train", *TRAIN, *SMALL, "--ranks", "2", "--grid", "x=2", "--out", "run")
     written = json.loads((five[0] / "run" / "run.json").read_text())
-    assert written["grid"] == {"x": 2, "y": 1, "z": 1, "data": 1, "fifth": 1}
+    assert written["grid"] == {"x": 2, "y": 1, "z": 1, "data": 1, "pipe": 1, "sixth": 1}
     (newest,) = (five[0] / "run" / "checkpoints").glob("step-00000002")
-    assert json.loads((newest / "checkpoint.json").read_text())["grid"]["sizes"]["fifth"] == 1
+    assert json.loads((newest / "checkpoint.json").read_text())["grid"]["sizes"]["sixth"] == 1
     fourfold(five, "train", "--resume", "run", "--steps", "3", "--ranks", "2", "--grid", "z=2")
     fourfold(five, "checkpoint", "verify", "run")
     fourfold(five, "report", "run")
@@ -68,7 +68,7 @@ def test_training_checkpoints_report_and_doctor_pass_a_fifth_axis_through(five) 
 
 
 @pytest.mark.slow
-def test_a_run_of_four_axes_resumes_with_five(five) -> None:
+def test_a_run_of_five_axes_resumes_with_six(five) -> None:
     four = five[0], dict(os.environ)
     fourfold(four, "train", *TRAIN, *SMALL, "--ranks", "2", "--grid", "z=2", "--out", "four")
     fourfold(five, "train", "--resume", "four", "--steps", "3", "--ranks", "2", "--grid", "x=2")
@@ -79,4 +79,4 @@ def test_a_run_of_four_axes_resumes_with_five(five) -> None:
 def test_a_plan_passes_a_fifth_axis_through(five) -> None:
     args = ("plan", "--model", "gpt-1.4b", "--machine", "dgx-h100", "--devices", "8", "--batch-tokens", "64K", "--json")
     plan = json.loads(fourfold(five, *args, "-"))
-    assert all(entry["grid"]["fifth"] == 1 for entry in plan["grids"])
+    assert all(entry["grid"]["sixth"] == 1 for entry in plan["grids"])

@@ -35,7 +35,7 @@ def test_every_rank_raises_where_the_world_is_not_the_product(ranks) -> None:
     assert sorted(errors) == [0, 1, 2, 3]
     assert {type(error) for error in errors.values()} == {ValueError}
     assert {str(error) for error in errors.values()} == {
-        "Grid(x=3 z=2): x*y*z*data = 3*1*2*1 = 6, but this job has 4 ranks; "
+        "Grid(x=3 z=2): x*y*z*data*pipe = 3*1*2*1*1 = 6, but this job has 4 ranks; "
         "start 6 ranks or choose sizes whose product is 4"
     }
 
@@ -56,7 +56,7 @@ def test_ranks_that_disagree_on_the_grid_are_named_on_all_ranks(ranks) -> None:
         "rank 0 has 'x=2 z=2 on cpu', rank 2 has 'x=2 z=2 order=z,x,y,data on cpu' (ranks unlike rank 0: 2, 3)" in order
     )
     assert "ranks unlike rank 0: 3" in product
-    assert "3*1*1*1 = 3, but this job has 4 ranks" in product
+    assert "3*1*1*1*1 = 3, but this job has 4 ranks" in product
     assert "ranks unlike rank 0: 1, 2, 3" in size
     assert "grid axis x=0: the size of an axis is a whole number from 1 up" in size
     assert after == [0, 1, 2, 3]

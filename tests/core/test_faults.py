@@ -65,7 +65,7 @@ def test_no_function_swallows_misspelt_options() -> None:
     for function in (ff.Grid, ff.models.build, ff.Policy, ff.compare_serial, ff.clip_grad_norm_, ff.local_rows):
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         assert inspect.Parameter.VAR_KEYWORD not in kinds, function
-    with pytest.raises(TypeError, match=r"a grid has the axes x, y, z, data, each given once; got .*'xx': 2"):
+    with pytest.raises(TypeError, match=r"a grid has the axes x, y, z, data, pipe, each given once; got .*'xx': 2"):
         Shape(xx=2)
     with pytest.raises(TypeError, match="activation"):
         ff.Policy(activation="sharded")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial
 
 import fourfold as ff
 from fourfold.grad_norm import grad_norm
-from fourfold.gradients import fill_buckets
+from fourfold.gradients import OwingGradient, fill_buckets
 from fourfold.grid import Shape
 from fourfold.params import local_of
 from harness import RankFailed, grid_of
@@ -314,7 +314,7 @@ def test_buckets_hold_what_owes_the_same_and_close_when_full() -> None:
         ("h", data, torch.bfloat16, 10),
         ("big", data, torch.float32, 500),
     ]
-    buckets = fill_buckets(gradients, 100)
+    buckets = fill_buckets([OwingGradient(*each) for each in gradients], 100)
     assert [(bucket.owes, bucket.names, bucket.nbytes) for bucket in buckets] == [
         (data, ("big",), 500),
         (data, ("h",), 10),

@@ -42,15 +42,12 @@ def test_rank_is_the_inverse_of_coords(order) -> None:
         assert all(0 <= place[axis] < shape.sizes[axis] for place in places for axis in AXES)
 
 
-def test_x_varies_fastest_then_y_z_data() -> None:
-    shape = Shape(2, 3, 5, 7)
-    assert shape.world == 210
-    assert shape.coords(0) == {"x": 0, "y": 0, "z": 0, "data": 0}
-    assert shape.coords(1) == {"x": 1, "y": 0, "z": 0, "data": 0}
-    assert shape.coords(2) == {"x": 0, "y": 1, "z": 0, "data": 0}
-    assert shape.coords(6) == {"x": 0, "y": 0, "z": 1, "data": 0}
-    assert shape.coords(30) == {"x": 0, "y": 0, "z": 0, "data": 1}
-    assert shape.rank({"x": 1, "y": 2, "z": 3, "data": 4}) == 1 + 2 * (2 + 3 * (3 + 5 * 4))
+def test_x_varies_fastest_then_y_z_data_pipe() -> None:
+    shape = Shape(2, 3, 5, 7, 2)
+    assert shape.world == 420
+    for rank, axis in ((1, "x"), (2, "y"), (6, "z"), (30, "data"), (210, "pipe")):
+        assert shape.coords(rank) == {**dict.fromkeys(AXES, 0), axis: 1}
+    assert shape.rank({"x": 1, "y": 2, "z": 3, "data": 4, "pipe": 1}) == 1 + 2 * (2 + 3 * (3 + 5 * (4 + 7 * 1)))
 
 
 def test_the_first_axis_of_the_order_varies_fastest() -> None:
@@ -83,10 +80,15 @@ def test_every_factorisation_is_found_once(world: int, count: int) -> None:
     found = list(shapes_of(world))
     assert len(found) == len(set(found)) == count
     assert all(shape.world == world for shape in found)
+    with_pipe = list(shapes_of(world, axes=AXES))
+    assert {shape for shape in with_pipe if shape.pipe == 1} == set(found)
+    assert len(with_pipe) == sum(
+        len(list(shapes_of(world // pipe))) for pipe in range(1, world + 1) if world % pipe == 0
+    )
 
 
 def test_shapes_of_keeps_the_order_of_the_ranks() -> None:
-    assert {shape.order for shape in shapes_of(4, ORDERS[1])} == {ORDERS[1]}
+    assert {shape.order for shape in shapes_of(4, ORDERS[1])} == {(*ORDERS[1], "pipe")}
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2", True, None])

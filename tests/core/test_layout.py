@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fourfold as ff
-from fourfold.axes import AXES
+from fourfold.axes import AXES, CUTS
 from fourfold.grid import Shape
 from fourfold.layout import (
     CONTRACT_WEIGHT,
@@ -178,7 +178,7 @@ def test_layout_refuses_axes_that_are_repeated_or_unknown(cuts) -> None:
 def test_a_dtensor_cuts_in_the_order_of_its_mesh(cuts) -> None:
     with pytest.raises(ValueError, match="a DTensor is cut over the axes in the order") as error:
         Layout(cuts).placements()
-    assert str(AXES) in str(error.value)
+    assert str(CUTS) in str(error.value)
 
 
 @pytest.mark.parametrize("cuts", [(), (("z", 0), ("x", 0)), (("y", 1), ("x", 0), ("data", 0))], ids=str)

@@ -206,13 +206,13 @@ def test_a_tape_names_the_collective_that_the_device_waits_for(tmp_path: Path) -
         tape.look()
         waiting = read(tape_path(tmp_path, 0)).waiting
         assert waiting is not None
-        assert (waiting.axis, waiting.number) == expected
+        assert (waiting.line, waiting.number) == expected
     tape.replayed(recording)  # the host is ahead; the device is still in the replay before
     tape.doing("reading results of its device", Waits.DEVICE)
     tape.look()
     waiting = read(tape_path(tmp_path, 0)).waiting
     assert waiting is not None
-    assert (waiting.axis, waiting.number) == ("z", 5)
+    assert (waiting.line, waiting.number) == ("z", 5)
     tape.doing("computing")
     assert read(tape_path(tmp_path, 0)).waiting is None
     tape.look()  # the host does not wait, so neither does the rank

@@ -91,7 +91,10 @@ def test_what_an_answer_says_to_write_is_read(entry: Synonym) -> None:
         ("parallelism.tensor_parallel_degree=2", ".*tensor_parallel_degree is grid.x: write --set grid.x=2"),
         ("optimizer.lr=1", "optimizer.lr is optimizer.learning_rate: write --set optimizer.learning_rate=1"),
         ("reshard_after_forward=false", ".* is policy.keep_weights: write --set policy.keep_weights=true"),
-        ("pp=2", "pp: there is no pipeline parallelism; shard the model with"),
+        ("pp=2", "pp is grid.pipe: write --set grid.pipe=2"),
+        ("virtual_pipeline_model_parallel_size=2", ".* is pipeline.chunks: write --set pipeline.chunks=2"),
+        ("pipeline_parallel_schedule=Interleaved1F1B", ".* write --set pipeline.schedule=interleaved"),
+        ("pipeline_parallel_schedule=ZBVZeroBubble", ".* is pipeline.schedule: the names are auto, gpipe, 1f1b"),
         ("devices=8", "devices is --ranks: write --ranks 8"),
         ("precision=16-mixed", "precision is policy.dtype: it is bf16, fp32 or fp64; fp16 would need loss scaling"),
         ("output_dir='my run'", "output_dir is train.out: write --set train.out='my run'"),
@@ -173,7 +176,8 @@ def test_axes_from_elsewhere_are_answered_with_ours(make: type) -> None:
     for given, said in (
         ({"tp": 2}, "^tp is x, tensor parallelism: write x=2; a grid has the axes x, y, z, data"),
         ({"dp": 4, "fsdp": 2}, "^dp is data, DDP: write data=4; fsdp is z, FSDP: write z=2; a grid"),
-        ({"pp": 2}, "^pp: there is no pipeline parallelism; .*; a grid has the axes"),
+        ({"pp": 2}, "^pp is pipe, pipeline parallelism: write pipe=2; a grid has the axes"),
+        ({"cp": 2}, "^cp: there is no context parallelism; .*; a grid has the axes"),
         ({"lr": 2}, "^a grid has the axes"),
     ):
         with pytest.raises(TypeError, match=said):

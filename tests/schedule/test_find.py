@@ -82,6 +82,16 @@ def test_more_memory_is_used_where_it_pays() -> None:
     assert len(set(makespans)) == 4
 
 
+@pytest.mark.parametrize(("pipe", "micro"), [(4, 8), (4, 16), (8, 8)])
+def test_a_short_message_costs_no_more_than_its_own_time(pipe: int, micro: int) -> None:
+    """A schedule that is found without messages is delayed by them a little; one that knows of them is not slower."""
+    seconds, placement = equal_seconds(1.0, 1.0, 1.0, pipe, 2), place("wave", pipe, 2)
+    without = find(placement, micro, seconds, memory=pipe)
+    for hop in (0.001, 0.01, 0.05):
+        played = find(placement, micro, seconds, hop, memory=pipe).played
+        assert played.makespan <= play(without.schedule, seconds, hop).makespan
+
+
 def test_uneven_stages_are_bound_by_the_slowest() -> None:
     """A rank that never waits after its first action is the best that there can be."""
     seconds = {"F": [1, 1, 3, 1], "B": [1, 1, 3, 1], "W": [1, 1, 3, 1]}

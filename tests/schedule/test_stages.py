@@ -50,7 +50,7 @@ def test_uneven_and_empty_stages() -> None:
         (((1, 2, 4), (0, 1)), "miss a unit: the first must be 0, the embedding, and the last the number of units"),
         (((0, 1, 1), (0, 1)), "miss a unit"),
         (((0, 2, 4), (0, 2)), "pipe rank 1 has no stage; give it one, if an empty one"),
-        (((0, 2, 4), (0, 1), ("none",)), "1 kinds of recomputation for 2 stages: give one for each stage"),
+        (((0, 2, 4), (0, 1), ("none",)), "recompute names 1 kinds for 2 stages: give one for each stage"),
     ],
 )
 def test_stages_that_make_no_sense(given: tuple, said: str) -> None:

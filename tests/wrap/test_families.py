@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import fourfold as ff
 from families import FAMILIES, Case, batch, build, generate
-from fourfold.axes import AXES
+from fourfold.axes import CUTS
 from fourfold.grid import Shape
 from fourfold.params import local_of
 from fourfold.policy import Policy
@@ -71,7 +71,7 @@ def test_family_on_a_grid_equals_the_plain_model(ranks, case: Case) -> None:
 
 
 def test_every_axis_occurs_with_every_mode_and_option() -> None:
-    for axis in AXES:
+    for axis in CUTS:
         cut = [case for case in cases() if case.shape.sizes[axis] > 1]
         for option in ("activations", "padded", "widened", "generates", "loads"):
             assert len({getattr(case, option) for case in cut}) == 2, f"{axis}: {option}"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import fourfold as ff
-from fourfold.axes import AXES
+from fourfold.axes import CUTS
 from fourfold.grid import Grid, Shape
 from fourfold.policy import Policy
 from fourfold.wrap import ChannelNormParallel, ContractParallel, ConvParallel, WholeTensors, whole_tensors
@@ -97,7 +97,7 @@ def test_a_network_on_a_grid_equals_the_plain_one(ranks, case: Case) -> None:
 def test_every_network_meets_every_axis_and_both_modes() -> None:
     for name in NETWORKS:
         own = [case for case in cases() if case.name == name]
-        assert {axis for case in own for axis in AXES if case.shape.sizes[axis] > 1} == set(AXES), name
+        assert {axis for case in own for axis in CUTS if case.shape.sizes[axis] > 1} == set(CUTS), name
         assert {case.activations for case in own} == {"sharded", "replicated"}, name
 
 

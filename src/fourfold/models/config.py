@@ -13,6 +13,14 @@ from fourfold.shape import Shape, shapes_of
 from fourfold.synonyms import find_synonym
 
 
+def unit_of(name: str, layers: int) -> int:
+    """Return the unit that a parameter of this name is in: the embedding, a layer, or the head (`schedule.stages`)."""
+    part, _, rest = name.partition(".")
+    if part == "layers":
+        return 1 + int(rest.partition(".")[0])
+    return 0 if part in ("embedding", "positions") else layers + 1
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The sizes and choices of a decoder-only transformer."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import BATCH, CUTS
 from fourfold.layout import chunk
 from fourfold.models.transformer import Transformer
 from fourfold.nn.rng import key_of
@@ -165,12 +165,12 @@ def _next_tokens(
     last = torch.tensor([len(context) - 1 for context in contexts], device=grid.device)
     logits = model(tokens)[torch.arange(len(own), device=grid.device), last]
     chosen = torch.zeros(len(active), dtype=torch.long)
-    if all(grid.coords[axis] == 0 for axis in AXES if axis not in BATCH):  # one rank of the place chooses for all
+    if all(grid.coords[axis] == 0 for axis in CUTS if axis not in BATCH):  # one rank of the place chooses for all
         for row, scores in zip(rows, logits.cpu(), strict=True):
             if row < len(active):
                 chosen[row] = sampling.choose(scores, _point(seed, active[row], len(texts[active[row]])))
     chosen = chosen.to(grid.device)
-    for axis in AXES:  # every row is nonzero on one rank only, so the sum is the choice
+    for axis in CUTS:  # every row is nonzero on one rank only, so the sum is the choice
         chosen = comm.all_reduce(chosen, grid, axis, label="generate").wait()
     tokens_of_rows = chosen.tolist()
     if NO_CHOICE in tokens_of_rows:

@@ -9,21 +9,22 @@ rows of a place are cut into halves that take turns, so that the messages of one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import AXES, BATCH, CUTS, PIPE
 from fourfold.comm import equal_along
 from fourfold.engine import Turns
 from fourfold.errors import nearest
+from fourfold.gradients import Units
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Init
 from fourfold.models.compiled_block import BlockWeights, CompiledBlock, can_run_whole
-from fourfold.models.config import ModelConfig, config, halves_of
+from fourfold.models.config import ModelConfig, config, halves_of, unit_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
 from fourfold.nn.embedding import Embedding, Head, Positions, uneven_tokens
 from fourfold.nn.layer import Dropout, Layer, assemble, recompute
@@ -33,7 +34,9 @@ from fourfold.nn.loss import IGNORE_INDEX, count_first, cross_entropy, sum_halve
 from fourfold.nn.norm import Norm
 from fourfold.nn.rng import key_of
 from fourfold.operators import AsyncResult, Ready
-from fourfold.policy import Halves, Policy
+from fourfold.pipeline import Half, MicroBatch, run_plain
+from fourfold.policy import Halves, Policy, Recompute
+from fourfold.schedule.stages import Stages
 
 
 class ResidualStream:
@@ -56,18 +59,6 @@ class ResidualStream:
 
 
 Streams = list[ResidualStream]
-
-
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: == of tensors is no bool
-class Half:
-    """One of the parts that the rows of a place are cut into, or all of the rows."""
-
-    tokens: Tensor
-    targets: Tensor
-    """Empty if the model is to return logits."""
-    batch: Batch
-    most: int
-    """The number of tokens of the largest half."""
 
 
 class TransformerBlock(Layer):
@@ -172,8 +163,20 @@ def call_module(layer: nn.Module, stream: ResidualStream, batch: Batch) -> Resid
     return ResidualStream(a, None if delta is None else Ready(delta))
 
 
+class Elsewhere(nn.Module):
+    """Stands for a layer that a rank at another pipe coordinate holds."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:  # type: ignore[override]
+        """Leave the tensors of the layer, which a state dict of the whole model has, to the ranks that hold it."""
+
+    def forward(self, *_: Any) -> None:
+        raise RuntimeError("this layer is on another rank along pipe; run the model, not its layers one by one")
+
+
 class Transformer(Layer):
     """The model of a config on the grid. It takes the rows of this rank's place.
+
+    On a grid with a pipe axis each rank has the layers of its own stages, under their names in the whole model.
 
     `model(tokens, targets)` returns the mean loss over the unmasked targets of the whole batch, equal on all ranks.
     `model(tokens)` returns the logits of the place's rows, over the whole vocabulary.
@@ -186,14 +189,39 @@ class Transformer(Layer):
         self._compared = False
         self._usual = torch.Size((1, 1))
         """The shape of the last batch that could be read."""
-        self.embedding = Embedding(grid, policy, config.vocab, config.hidden)
-        learned = config.positions == "learned"
-        self.positions = Positions(grid, policy, config.seq, config.hidden) if learned else None
+        self.stages = _stages(config, grid, policy)
+        own = self.stages.of_rank(grid.coords[PIPE])
+        first, last = (any(map(has, own)) for has in (self.stages.has_embedding, self.stages.has_head))
+        held = {index: self._policy_of(stage) for stage in own for index in self.stages.layers_of(stage)}
+        copied = last and config.tied and not first
+        table = Embedding(grid, policy, config.vocab, config.hidden, is_copy=copied) if first or copied else None
+        self.embedding: Any = table or Elsewhere()
+        self.positions: Positions | None
+        if config.positions == "learned":
+            # also where another rank holds them: the name is then known, and `load_state_dict` passes over it
+            held_here = Positions(grid, policy, config.seq, config.hidden) if first else None
+            self.register_module("positions", held_here)
+        else:
+            self.positions = None
         self.dropout = Dropout(grid, policy, config.dropout)
-        self.layers = nn.ModuleList(TransformerBlock(config, grid, policy) for _ in range(config.layers))
-        self.norm = _norm(config, grid, policy)
-        tied_to = self.embedding if config.tied else None
-        self.head = Head(grid, policy, config.hidden, config.vocab, tied_to=tied_to)
+        self.layers = nn.ModuleList(
+            TransformerBlock(config, grid, held[index]) if index in held else Elsewhere()
+            for index in range(config.layers)
+        )
+        self.norm: Any = _norm(config, grid, policy) if last else Elsewhere()
+        tied_to = table if config.tied else None
+        self.head: Any = Head(grid, policy, config.hidden, config.vocab, tied_to=tied_to) if last else Elsewhere()
+        self.stored = torch.float32
+        """The dtype of the parameters; a rank may hold none."""
+
+    def assemble(
+        self, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> None:
+        """Make this rank's shards of the parameters."""
+        layers = self.config.layers
+        units = Units(layers + 2, partial(unit_of, layers=layers))
+        assemble(self, self.grid, self.policy, seed=seed, dtype=dtype, device=device, units=units)
+        self.stored = dtype
 
     def forward(
         self,
@@ -209,39 +237,94 @@ class Transformer(Layer):
         `positions` [rows, seq] is for rows of packed documents: each token's position in its document, from 0, and
         attention does not read across documents. `count` is for accumulation: the number of targets of the whole batch.
         """
+        batch = self.prepare(tokens, targets, positions=positions, ignore_index=ignore_index)
+        if self.grid.size(PIPE) > 1:
+            return run_plain(self, batch, count)
+        if self.training:
+            self.clock.advance()  # the next micro-step draws other dropout masks
+        self.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
+        result, faults = self.run_stage(0, batch, None, count)
+        self.report(batch, faults)
+        return result
+
+    def prepare(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        ignore_index: int = IGNORE_INDEX,
+    ) -> MicroBatch:
+        """Return the rows of a place as stages take them.
+
+        If something is wrong with them on the CPU, other ids take their place: other ranks wait in the collectives, and
+        all ranks raise at the end (`report`).
+        """
         fault = self._fault(tokens, targets, positions, ignore_index)
         if fault and not self._reads(tokens):
             raise ValueError(fault)
-        if fault:  # continue with other ids: the other ranks wait in the collectives, and all ranks raise at the end
+        if fault:
             # as many ids as other places have, since LookupInPlace and halves rely on it
             shape = tokens.shape if _is_batch(tokens) else self._usual
             tokens = torch.zeros(shape, dtype=torch.long, device=tokens.device)
             targets = None if targets is None else tokens
             positions = None
         self._usual = tokens.shape
-        if self.training:
-            self.clock.advance()  # the next micro-step draws other dropout masks
         targets = None if targets is None else targets.long()  # torch gathers by int64 only
-        self.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
         halves = self._cut(tokens, targets, positions)
-        aims = [half.targets for half in halves]
-        if targets is None:
-            faults = sum_over_batch(torch.full((), float(bool(fault)), device=tokens.device), self.grid, "faults")
-            whole = [self.head.whole(logits) for logits in self._run(halves, self._logits)]
-            result = (whole[0] if len(whole) == 1 else torch.cat(whole)).unflatten(0, tokens.shape)
-        elif self.policy.loss_chunk:
+        return MicroBatch(halves, tokens.shape, targets is not None, ignore_index, fault)
+
+    def report(self, batch: MicroBatch, faults: Tensor) -> None:
+        """Raise if the rows of this place or of another one were refused."""
+        if self._reads(batch.halves[0].tokens) and faults:
+            raise ValueError(batch.fault or "the batch of another place was refused; see the error of its ranks")
+
+    def run_stage(
+        self, stage: int, batch: MicroBatch, arrived: Tensor | None, count: Tensor | int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run a stage on what the stage before has sent, or on tokens; return its result, and the faults of all places.
+
+        The result is the stream at rest, half by half, or in the last stage the loss, or the logits if there are no
+        targets. Only the last stage knows faults of other places.
+        """
+        streams = None if arrived is None else arrived.split([self._rest_rows(half) for half in batch.halves])
+        halves, aims = batch.halves, [half.targets for half in batch.halves]
+        run = partial(self._run, stage, halves, streams)
+        fault = torch.full((), float(bool(batch.fault)), device=halves[0].tokens.device)
+        if not self.stages.has_head(stage):
+            parts = run(self._logits)
+            return parts[0] if len(parts) == 1 else torch.cat(parts), fault
+        if not batch.has_targets:
+            faults = sum_over_batch(fault, self.grid, "faults")
+            whole = [self.head.whole(logits) for logits in run(self._logits)]
+            return (whole[0] if len(whole) == 1 else torch.cat(whole)).unflatten(0, batch.shape), faults
+        ignore_index, known = batch.ignore_index, int(bool(batch.fault))
+        if self.policy.loss_chunk:
             self.refuse_hooks(self.head)
-            total, faults = count_first(aims, ignore_index, self.grid, count=count, faults=int(bool(fault)))
-            shares = self._run(halves, lambda a, half: self.head.loss_share(a, half.targets, ignore_index, total))
+            total, faults = count_first(aims, ignore_index, self.grid, count=count, faults=known)
+            shares = run(lambda a, half: self.head.loss_share(a, half.targets, ignore_index, total))
             result = sum_of_places(sum_halves(shares), self.grid, "loss")
-            result = result.to(torch.promote_types(self.compute, torch.float32))
-        else:
-            logits = self._run(halves, self._logits)
-            vocabulary = self.head.vocabulary(ignore_index)
-            result, faults = cross_entropy(logits, aims, vocabulary, count=count, faults=int(bool(fault)))
-        if self._reads(tokens) and faults:
-            raise ValueError(fault or "the batch of another place was refused; see the error of its ranks")
-        return result
+            return result.to(torch.promote_types(self.compute, torch.float32)), faults
+        return cross_entropy(run(self._logits), aims, self.head.vocabulary(ignore_index), count=count, faults=known)
+
+    def _policy_of(self, stage: int) -> Policy:
+        """Return the policy of the blocks of a stage."""
+        of_stages = cast("Sequence[Recompute]", self.stages.recompute)
+        return replace(self.policy, recompute=of_stages[stage]) if of_stages else self.policy
+
+    def empty_stream(self, batch: MicroBatch) -> Tensor:
+        """Return memory for the stream of a micro-batch between two stages."""
+        rows, width = sum(map(self._rest_rows, batch.halves)), self.config.hidden // self.grid.size("y")
+        return torch.empty(rows, width, dtype=self.compute, device=batch.halves[0].tokens.device)
+
+    def empty_logits(self, batch: MicroBatch) -> Tensor:
+        """Return memory for the logits of a micro-batch."""
+        return torch.empty(*batch.shape, self.config.vocab, dtype=self.compute, device=batch.halves[0].tokens.device)
+
+    def _rest_rows(self, half: Half) -> int:
+        """Return how many tokens of a half this rank holds at rest."""
+        cuts = self.grid.size("x") if self.policy.activations == "sharded" else 1
+        return -(-half.batch.tokens // cuts)
 
     def halves(self, rows: int, seq: int) -> Halves:
         """Return into how many halves the rows of a place are cut, and why."""
@@ -250,7 +333,15 @@ class Transformer(Layer):
     @property
     def compute(self) -> torch.dtype:
         """The dtype of products and messages."""
-        return self.policy.compute_dtype or self.embedding.member("weight").parameter.dtype
+        stored = next((parameter.dtype for parameter in self.parameters()), self.stored)
+        return self.policy.compute_dtype or stored
+
+    @property
+    def table_on_two_ranks(self) -> nn.Parameter | None:
+        """The table of the embedding if another pipe rank has it too, for the head."""
+        first, last = self.stages.placement[0], self.stages.placement[-1]
+        shared = self.config.tied and first != last and self.grid.coords[PIPE] in (first, last)
+        return self.embedding.weight if shared else None
 
     def _cut(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Half]:
         number, seq = self.halves(*tokens.shape).number, tokens.shape[1]
@@ -258,7 +349,7 @@ class Transformer(Layer):
         aims = (tokens[:, :0] if targets is None else targets).chunk(number)
         places = [None] * number if positions is None else positions.chunk(number)
         ropes: Sequence[tuple[Tensor, Tensor] | None] = [None] * number
-        if self.positions is None:
+        if self.config.positions == "rope":
             sizes = seq, self.config.head_dim, self.config.rope_theta
             tables = partial(rope_tables, *sizes, dtype=self.compute, device=tokens.device)
             # Without packed documents, all halves share one pair of tables.
@@ -266,25 +357,44 @@ class Transformer(Layer):
         batches = [Batch.of(*half) for half in zip(rows, places, ropes, strict=True)]
         return [Half(*half, rows[0].numel()) for half in zip(rows, aims, batches, strict=True)]
 
-    def _run(self, halves: Sequence[Half], read: Callable[[Tensor, Half], Turns[Tensor]]) -> list[Tensor]:
-        """Run every half from its tokens through all blocks, and return what `read` makes of the normed stream."""
-        if self.policy.recompute != "block" or not all(isinstance(layer, TransformerBlock) for layer in self.layers):
-            return self.engine.take_turns([self._through(half, read) for half in halves])
+    def _run(
+        self,
+        stage: int,
+        halves: Sequence[Half],
+        arrived: Sequence[Tensor] | None,
+        read: Callable[[Tensor, Half], Turns[Tensor]],
+    ) -> list[Tensor]:
+        """Run every half through a stage, and return the stream, or in the last stage what `read` makes of it.
+
+        `arrived` is the stream of each half at rest, where the stage does not begin with the tokens.
+        """
+        layers = [self.layers[index] for index in self.stages.layers_of(stage)]
+        streams = [None] * len(halves) if arrived is None else arrived
+        begins = [self._begin(*each) for each in zip(halves, streams, strict=True)]
+        again = self._policy_of(stage).recompute == "block"
+        if not again or not all(isinstance(layer, TransformerBlock) for layer in layers):
+            parts = zip(begins, halves, strict=True)
+            return self.engine.take_turns([self._through(stage, begin, half, read) for begin, half in parts])
         batches = [half.batch for half in halves]
-        streams = self.engine.take_turns([self._embed(half) for half in halves])
-        for layer in self.layers:
+        streams = self.engine.take_turns(begins)
+        for layer in layers:
             streams = cast(TransformerBlock, layer).together(streams, batches)
         ends = zip(streams, halves, strict=True)
-        return self.engine.take_turns([self._finish(stream, half, read) for stream, half in ends])
+        return self.engine.take_turns([self._finish(stage, stream, half, read) for stream, half in ends])
 
-    def _through(self, half: Half, read: Callable[[Tensor, Half], Turns[Tensor]]) -> Turns[Tensor]:
-        stream = yield from self._embed(half)
-        for layer in self.layers:
-            if isinstance(layer, TransformerBlock) and self.policy.recompute != "block":
+    def _begin(self, half: Half, arrived: Tensor | None) -> Turns[ResidualStream]:
+        return (yield from self._embed(half)) if arrived is None else ResidualStream(arrived)
+
+    def _through(
+        self, stage: int, begin: Turns[ResidualStream], half: Half, read: Callable[[Tensor, Half], Turns[Tensor]]
+    ) -> Turns[Tensor]:
+        stream = yield from begin
+        for layer in [self.layers[index] for index in self.stages.layers_of(stage)]:
+            if isinstance(layer, TransformerBlock) and layer.policy.recompute != "block":
                 stream = yield from layer.turns(stream, half.batch)
             else:
                 stream = call_module(layer, stream, half.batch)
-        return (yield from self._finish(stream, half, read))
+        return (yield from self._finish(stage, stream, half, read))
 
     def _embed(self, half: Half) -> Turns[ResidualStream]:
         """Embed the tokens: the stream that the first block reads, in rest."""
@@ -298,10 +408,13 @@ class Transformer(Layer):
         return ResidualStream(self.dropout(a))
 
     def _finish(
-        self, stream: ResidualStream, half: Half, read: Callable[[Tensor, Half], Turns[Tensor]]
+        self, stage: int, stream: ResidualStream, half: Half, read: Callable[[Tensor, Half], Turns[Tensor]]
     ) -> Turns[Tensor]:
-        self.refuse_hooks(self.norm)
         yield  # the output of the last block may be in flight
+        if not self.stages.has_head(stage):
+            stream.add_now()
+            return stream.a
+        self.refuse_hooks(self.norm)
         _, a = self.norm.add(*stream.read())
         return (yield from read(a, half))
 
@@ -332,7 +445,7 @@ class Transformer(Layer):
                 )
             if self.policy.even_tokens:
                 even = equal_along(tokens.numel() if _is_batch(tokens) else 0, self.grid, (GATHERED,))
-                if not equal_along(int(even), self.grid, AXES) or not even:  # all ranks raise, or none
+                if not equal_along(int(even), self.grid, CUTS) or not even:  # all ranks raise, or none
                     raise ValueError(fault or uneven_tokens(tokens.numel()))
             halves = self.halves(*tokens.shape).number if tokens.dim() == 2 else 1
             if not equal_along(halves, self.grid, BATCH):
@@ -386,6 +499,24 @@ def _digest(*ids: Tensor | None) -> int:
     return key_of(*((tuple(part.shape), int(sums.sum())) for part, sums in zip(parts, weighted, strict=True)))
 
 
+def _stages(config: ModelConfig, grid: Grid, policy: Policy) -> Stages:
+    """Return the stages of a model on this grid."""
+    pipe = grid.size(PIPE)
+    stages = policy.stages or Stages.even(config.layers, pipe)
+    if stages.pipe != pipe or stages.layers != config.layers:
+        raise ValueError(
+            f"stages of {stages.layers} layers on {stages.pipe} pipe ranks, but the model has {config.layers} layers "
+            f"and the grid pipe={pipe}; leave Policy.stages out, or give Stages of that many"
+        )
+    for rank in range(pipe):
+        if not any(map(len, map(stages.units, stages.of_rank(rank)))):
+            raise ValueError(
+                f"pipe={pipe} leaves pipe rank {rank} without a layer of the {config.layers}; use fewer pipe ranks, or "
+                "other Stages"
+            )
+    return stages
+
+
 def _norm(config: ModelConfig, grid: Grid, policy: Policy) -> Norm:
     bias = config.bias and config.norm == "layer"
     return Norm(grid, policy, config.hidden, kind=config.norm, bias=bias, eps=config.norm_eps)
@@ -410,7 +541,7 @@ def build(
     built = Transformer(config(model) if isinstance(model, str) else model, grid, policy)
     if lora is not None:
         _add_pairs(built, lora)
-    assemble(built, grid, policy, seed=seed, dtype=dtype, device=None if device is None else torch.device(device))
+    built.assemble(seed=seed, dtype=dtype, device=None if device is None else torch.device(device))
     if lora is not None:
         for name, parameter in built.named_parameters():
             parameter.requires_grad_(is_lora(name))
@@ -426,14 +557,15 @@ def _add_pairs(model: Transformer, lora: LoraConfig) -> None:
     """Put a pair beside every linear layer that the config names."""
     found = {name: layer for name, layer in model.layers.named_modules() if isinstance(layer, (Expand, Contract))}
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in found))
-    for target in lora.targets:
+    for target in lora.targets if found else ():  # a rank along pipe may have no block
         if target not in known:
             raise ValueError(f"there is no layer {target!r}{nearest(target, known)}; a block has {', '.join(known)}")
     for name, layer in found.items():
         own = name.rpartition(".")[2]
         if lora.targets and own not in lora.targets:
             continue
-        if own in ("k", "v") and model.layers[0].attention.held.shared:  # type: ignore[union-attr]
+        block = cast(TransformerBlock, model.layers[int(name.partition(".")[0])])
+        if own in ("k", "v") and block.attention.held.shared:
             raise ValueError(
                 f"the grid {model.grid} cuts through the {model.config.kv_heads} key and value heads, which LoRA at k "
                 "and v does not support; leave them out of the targets, or use a grid whose x times y divides the heads"

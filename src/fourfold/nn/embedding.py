@@ -147,12 +147,16 @@ class Embedding(Layer):
         *,
         init: Init = Init(std=0.02),
         untrained: int | None = None,
+        is_copy: bool = False,
     ) -> None:
-        """`untrained`: an id with a row that gets no gradient from this layer, such as padding."""
+        """`untrained`: an id with a row that gets no gradient from this layer, such as padding.
+
+        With `is_copy` a rank at another pipe coordinate has the same table.
+        """
         super().__init__(grid, policy)
         require_divisible(self, "features", features, ("y",))
         self.vocab, self.untrained = vocab, untrained
-        self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, init))
+        self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, init, is_copy))
 
     def forward(self, ids: Tensor, most: int | None = None) -> Tensor:
         return self.launch(ids, most).wait()

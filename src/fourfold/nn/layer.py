@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold import kernels
 from fourfold.engine import Engine
-from fourfold.gradients import ForwardPass, Gradients
+from fourfold.gradients import NO_UNITS, ForwardPass, Gradients, Units
 from fourfold.grid import Grid
 from fourfold.layout import Layout, Spec, rest
 from fourfold.nn.rng import Recomputing, StepRng, fill_
@@ -58,6 +58,15 @@ class Layer(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
         apply_where_it_changes(nn.Module._apply, self, fn, recurse)
         return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # type: ignore[override]
+        """Load shards as torch does, and of a whole tensor this rank's part."""
+        for name, spec in self.specs.items():
+            given: Any = state_dict.get(prefix + name)
+            if type(given) in (Tensor, nn.Parameter) and tuple(given.shape) == spec.shape:
+                part = spec.storage.take(given.detach(), self.grid).contiguous().to(getattr(self, name).device)
+                state_dict[prefix + name] = shard_parameter(part, spec, self.grid).detach()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def declare(self, name: str, spec: Spec | None) -> None:
         """Register a parameter without memory; with no spec, register that the layer has no such parameter."""
@@ -129,6 +138,7 @@ def assemble(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    units: Units = NO_UNITS,
 ) -> None:
     """Name the layers of a model, make this rank's shards, and register the gradients.
 
@@ -149,7 +159,7 @@ def assemble(
         parameter = memory.parameter(spec, grid)
         setattr(model.get_submodule(owner), own_name, parameter)
         parameters[name] = (parameter, spec)
-    gradients = Gradients(grid, parameters, policy)
+    gradients = Gradients(grid, parameters, policy, units)
     clock = StepRng(seed, gradients.engine)
     for _, layer in layers:
         layer.gradients = gradients

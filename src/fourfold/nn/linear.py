@@ -178,7 +178,7 @@ def keeps_weights(layer: Layer, weight: GroupMember) -> bool:
     nothing.
     """
     casts = layer.policy.compute_dtype not in (None, weight.parameter.dtype) and not layer.policy.keep_casts
-    return layer.policy.keep_weights and (layer.grid.size(GATHERED) > 1 or casts)
+    return layer.policy.keeps_for_backward and (layer.grid.size(GATHERED) > 1 or casts)
 
 
 def join(*layers: Expand | Contract) -> Factor:

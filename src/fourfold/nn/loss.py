@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fourfold import comm, kernels
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import BATCH, CUTS
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, Layout
 from fourfold.operators import Conjugate, once_differentiable
@@ -167,7 +167,7 @@ def on_device(number: Tensor | int | float, device: torch.device) -> Tensor:
 
 def sum_over_batch(tensor: Tensor, grid: Grid, label: str) -> Tensor:
     """Return the sum over the axes that cut the rows of a batch."""
-    for axis in AXES:
+    for axis in CUTS:
         if axis in BATCH:
             tensor = comm.all_reduce(tensor, grid, axis, label=label).wait()
     return tensor

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fourfold.axes import AXES
+from fourfold.axes import CUTS
 from fourfold.engine import Engine, HalfTurn
 from fourfold.grid import Grid
 from fourfold.layout import Init, Layout
@@ -125,6 +125,13 @@ class StepRng:
             self._counter[1:].add_(1)
             self._position = self._counter.clone()
 
+    def go_on_at(self, micro_step: int) -> None:
+        """Draw from here on as in this micro-step; passes that run again still draw as they did."""
+        self.micro_step = micro_step - 1
+        if self._counter is not None:
+            self._counter[1:].fill_(micro_step - 1)
+        self.advance()
+
     def begin_step(self, step: int) -> None:
         self.announced = True
         self._go_on_at(step, 0)
@@ -176,7 +183,7 @@ class StepRng:
     def _place(self, grid: Grid, cut: Layout) -> list[str]:
         """Return the part of a tensor in layout `cut` for which this rank draws now."""
         half = [f"half={self.engine.turn.index}"] if self.engine.turn.of > 1 else []
-        return [*(f"{axis}={grid.coords[axis]}" for axis in AXES if axis in cut.axes), *half]
+        return [*(f"{axis}={grid.coords[axis]}" for axis in CUTS if axis in cut.axes), *half]
 
 
 @contextmanager

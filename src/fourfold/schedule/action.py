@@ -61,6 +61,11 @@ class PipeMessage(NamedTuple):
     """The pipe rank of the stage that receives."""
 
     @property
+    def label(self) -> str:
+        """What the message carries, for ledger, profiles and errors."""
+        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro}"
+
+    @property
     def lane(self) -> Lane:
         """The lane in which the message travels."""
         if self.kind == "F":

@@ -41,8 +41,8 @@ class Stages:
     """The first unit of every stage, and at the end the number of units: stage s has cuts[s] to cuts[s + 1] - 1."""
     placement: tuple[int, ...]
     """The pipe rank of every stage."""
-    recomputes: tuple[str, ...] = field(default=())
-    """The kind of recomputation of every stage, with the words of the policy; empty: the policy's own for all."""
+    recompute: tuple[str, ...] = field(default=())
+    """What every stage computes again in backward, in the words of the policy; empty: what the policy says."""
 
     def __post_init__(self) -> None:
         stages = len(self.placement)
@@ -68,9 +68,9 @@ class Stages:
             raise ValueError(
                 f"placement {self.placement}: pipe rank {without} has no stage; give it one, if an empty one"
             )
-        if self.recomputes and len(self.recomputes) != stages:
+        if self.recompute and len(self.recompute) != stages:
             raise ValueError(
-                f"{len(self.recomputes)} kinds of recomputation for {stages} stages: give one for each stage"
+                f"recompute names {len(self.recompute)} kinds for {stages} stages: give one for each stage"
             )
 
     @classmethod
@@ -88,6 +88,11 @@ class Stages:
     def pipe(self) -> int:
         """The number of pipe ranks."""
         return max(self.placement) + 1
+
+    @property
+    def chunks(self) -> int:
+        """The largest number of stages that one rank holds."""
+        return max(self.placement.count(rank) for rank in range(self.pipe))
 
     @property
     def layers(self) -> int:

@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_map_only
 
 import fourfold.wrap.plan as styles
+from fourfold.axes import PIPE
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, Spec, rest
@@ -131,6 +132,11 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 def _context_of(model: nn.Module, grid: Grid, policy: Policy, rows_dims: Sequence[int]) -> ModelContext:
     """Return the context of the parts that are on the grid already, which all join one context, or a new one."""
+    if grid.size(PIPE) > 1:
+        raise ValueError(
+            f"Grid({grid}): only the reference models (ff.models.build) can be cut into the stages of a pipeline; "
+            "use pipe=1 and larger x, z or data"
+        )
     adapters = [(name, adapter) for name, module in model.named_modules() for adapter in adapters_of(module)]
     context = adapters[0][1].context if adapters else ModelContext(grid, policy, rows_dims)
     for name, adapter in adapters:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from fourfold import comm
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import BATCH, CUTS
 from fourfold.engine import Engine
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
@@ -42,7 +42,7 @@ from fourfold.operators import Conjugate
 from fourfold.params import whole_tensor
 from fourfold.policy import Policy
 
-WITHIN_PLACE = tuple(axis for axis in AXES if axis not in BATCH)
+WITHIN_PLACE = tuple(axis for axis in CUTS if axis not in BATCH)
 """The axes along which the ranks of one (data, z) place differ. These ranks read the same rows."""
 
 

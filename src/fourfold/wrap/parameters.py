@@ -24,12 +24,13 @@ from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold import comm
+from fourfold.axes import PIPE
 from fourfold.engine import in_backward
 from fourfold.grid import Grid
 from fourfold.layout import EXPAND_WEIGHT, REPEATED, Layout, Spec
 from fourfold.nn.layer import PLAIN_SLICES, SPECS, Layer, ShardMemory, reserve
 from fourfold.nn.rng import key_of
-from fourfold.params import local_of, shard_parameter
+from fourfold.params import local_of, shard_parameter, whole_over_pipe
 from fourfold.torch_hooks import REPLACED
 from fourfold.wrap.adapters import Adapter, GatheredAdapter, PlainSlice, ReadWhole, adapters_of, lost_change_error
 from fourfold.wrap.grid_tensor import GridTensor, ModelContext, TensorPlacement, version_of
@@ -363,6 +364,11 @@ def whole_tensors(model: nn.Module, kind: str = "parameter") -> dict[str, Tensor
         raise ValueError(f"kind={kind!r}: use 'parameter', 'gradient' or 'state'")
     if kind == "state":
         state = model.state_dict()
+        grids = [Grid.of(value) for value in state.values() if isinstance(value, DTensor)]
+        if grids and grids[0].size(PIPE) > 1:
+            shards = {name: _shard(value) for name, value in state.items() if isinstance(value, Tensor)}
+            others = {name: value for name, value in state.items() if name not in shards}
+            return dict(whole_over_pipe(shards, grids[0])) | others
         return {
             name: join_shards(value, Grid.of(value)) if isinstance(value, DTensor) else value
             for name, value in state.items()
@@ -372,6 +378,13 @@ def whole_tensors(model: nn.Module, kind: str = "parameter") -> dict[str, Tensor
         for original in stored_names(vars(module).get(PLAIN_SLICES, {})):
             found[f"{prefix}.{original}".lstrip(".")] = plain_parameter(module, original, gradient=kind == "gradient")
     return found
+
+
+def _shard(value: Tensor) -> tuple[Tensor, Layout, Size]:
+    """Return this rank's shard of a tensor in a state dict, the layout that cut it, and the global shape."""
+    if isinstance(value, DTensor):
+        return local_of(value.detach()), Layout.of(value.placements), value.shape
+    return value, Layout(), value.shape
 
 
 def plain_parameter(module: nn.Module, original: str, *, gradient: bool = False) -> Tensor:

@@ -17,7 +17,7 @@ from functools import partial
 from torch import Tensor
 
 from fourfold import comm
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import BATCH, CUTS
 from fourfold.comm import Pending
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Layout
@@ -57,7 +57,7 @@ class Channels:
         outermost on, as long as they are in that order, and a rank reads a part of the rows that it stores.
         """
         cuts = 1
-        while cuts < len(self.axes) and AXES.index(self.axes[cuts - 1]) < AXES.index(self.axes[cuts]):
+        while cuts < len(self.axes) and CUTS.index(self.axes[cuts - 1]) < CUTS.index(self.axes[cuts]):
             cuts += 1
         return self.outer(cuts)
 
