@@ -135,11 +135,12 @@ def test_an_imported_model_has_the_logits_of_transformers(tmp_path: Path, name: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", [Shape(x=2, y=2), Shape(x=2, pipe=2)], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_an_imported_model_has_them_on_four_ranks(ranks, tmp_path: Path, name: str) -> None:
+def test_an_imported_model_has_them_on_four_ranks(ranks, tmp_path: Path, name: str, shape: Shape) -> None:
     source, expected = saved(tmp_path / "theirs", name)
     import_model(source, tmp_path / "run")
-    for found in ranks(4).run(logits_on, tmp_path / "run", Shape(x=2, y=2)):
+    for found in ranks(4).run(logits_on, tmp_path / "run", shape):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -156,8 +157,9 @@ def test_transformers_has_the_logits_of_an_exported_model(tmp_path: Path, name: 
 
 
 @pytest.mark.slow
-def test_what_four_ranks_wrote_is_exported(ranks, tmp_path: Path) -> None:
-    ranks(4).run(write_run_on, tmp_path / "run", OURS["llama"], Shape(x=2, z=2))
+@pytest.mark.parametrize("shape", [Shape(x=2, z=2), Shape(z=2, pipe=2)], ids=str)
+def test_what_four_ranks_wrote_is_exported(ranks, tmp_path: Path, shape: Shape) -> None:
+    ranks(4).run(write_run_on, tmp_path / "run", OURS["llama"], shape)
     export_model(tmp_path / "run", tmp_path / "theirs")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
     expected = torch.load(tmp_path / "run" / "logits-0.pt")
@@ -177,6 +179,19 @@ def test_there_and_back_is_the_same_run(tmp_path: Path, name: str) -> None:
     before, after = (tmp_path / place / "checkpoints" for place in ("run", "back"))
     assert same_bits(tensors_of(before / "step-00000007"), tensors_of(after / "step-00000000"))
     assert read_record(after / "step-00000000").state["step"] == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-untied"])
+def test_there_and_back_through_a_pipeline_is_the_same_run(ranks, tmp_path: Path, name: str) -> None:
+    pipe, here, there = Shape(pipe=2), tmp_path / "run", tmp_path / "theirs"
+    ranks(2).run(write_run_on, here, OURS[name], pipe)
+    export_model(here, there)
+    import_model(there, tmp_path / "back")
+    one, other = here / "checkpoints" / "step-00000007", tmp_path / "back" / "checkpoints" / "step-00000000"
+    assert same_bits(tensors_of(one), tensors_of(other))
+    (here / "checkpoints" / "step-00000007").rename(here / "checkpoints" / "step-00000000")
+    before, after = (ranks(2).run(logits_on, run, pipe) for run in (here, tmp_path / "back"))
+    assert all(torch.equal(found, before[0]) for found in (*before, *after))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -14,13 +14,15 @@ computed and, for parameters and optimizer state, its numbers are checked for be
 The record, `checkpoint.json`, says which tensors there are, how they are cut on which grid, and the state of training:
 
     {"format": "fourfold-checkpoint", "version": 2, "digest": "sha256:...",
-     "grid": {"sizes": {"x": 2, "y": 1, "z": 2, "data": 1}, "order": ["x", "y", "z", "data"]},
+     "grid": {"sizes": {"x": 2, "y": 1, "z": 2, "data": 1, "pipe": 2}, "order": ["x", "y", "z", "data", "pipe"]},
      "state": {"step": 100, ...},
-     "tensors": {name: {"shape": [96, 64], "dtype": "float32", "cuts": [["x", 0], ["z", 0]], "finite": true}},
+     "tensors": {name: {"shape": [96, 64], "dtype": "float32", "cuts": [["x", 0], ["z", 0]], "finite": true,
+                        "pipe": [1]}},
      "files": {"rank-00000.safetensors": {"bytes": 24000, "header": "crc32:..."}}}
 
 `finite` is there for parameters and optimizer state. Buffers may hold infinities, such as those of a mask. Records of
-earlier versions lack the key; there the optimizer's tensors, and the parameters that have some, must be finite.
+earlier versions lack the key; there the optimizer's tensors, and the parameters that have some, must be finite. `pipe`
+lists the pipe ranks that held the tensor, where not all of them did; one of these wrote it.
 
 Which rank wrote which box of a tensor follows from the grid and the cuts, so the record needs no list of parts. Nothing
 in a record is trusted: the digest reveals damage, and every name, number and cut is checked here. Records of version 1
@@ -35,7 +37,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -49,7 +51,7 @@ import torch
 from torch import Tensor
 
 from fourfold.atomic import name_in_errors, write_bytes
-from fourfold.axes import AXES
+from fourfold.axes import AXES, PIPE
 from fourfold.errors import (
     DamagedCheckpointError,
     MissingCheckpointError,
@@ -332,13 +334,15 @@ def _fill(file: FileIO, piece: memoryview) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The global shape and dtype of a tensor, which of its dims are cut over which axes, and whether it is finite."""
+    """The global shape and dtype of a tensor, how it is cut, whether it is finite, and which pipe ranks hold it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     storage: Layout
     finite: bool = False
     """Whether all its numbers must be finite: it is a parameter or a part of the optimizer's state."""
+    pipe: tuple[int, ...] = ()
+    """The pipe ranks that hold the tensor, in increasing order; empty if all do."""
 
     @property
     def nbytes(self) -> int:
@@ -367,18 +371,23 @@ class Record:
 
         The assignment is part of the format, since readers repeat it to find a tensor's files.
         """
-        loads: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        loads: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
         found = {}
         for name, info in sorted(self.tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
-            copies = [axis for axis in AXES if axis not in info.storage.axes]
-            several = tuple(axis for axis in copies if axis in self.grid.used_axes)
-            count = prod(self.grid.sizes[axis] for axis in several)
-            heap = loads.setdefault(several, [(0, index) for index in range(count)])
+            holders: dict[str, Sequence[int]] = {
+                axis: range(self.grid.sizes[axis]) for axis in AXES if axis not in info.storage.axes
+            }
+            if info.pipe:
+                holders[PIPE] = info.pipe
+            several = tuple(axis for axis, held in holders.items() if len(held) > 1)
+            count = prod(map(len, holders.values()))
+            heap = loads.setdefault((several, info.pipe), [(0, index) for index in range(count)])
             load, index = heap[0]
             heapreplace(heap, (load + info.nbytes, index))
             found[name] = {}
-            for axis in copies:
-                index, found[name][axis] = divmod(index, self.grid.sizes[axis])
+            for axis, held in holders.items():
+                index, place = divmod(index, len(held))
+                found[name][axis] = held[place]
         return found
 
     def names(self, *prefixes: str) -> list[str]:
@@ -414,18 +423,21 @@ def write_record(folder: Path, record: Record) -> None:
         "version": VERSION,
         "grid": {"sizes": record.grid.sizes, "order": list(record.grid.order)},
         "state": record.state,
-        "tensors": {
-            name: {
-                "shape": list(info.shape),
-                "dtype": str(info.dtype).removeprefix("torch."),
-                "cuts": [list(cut) for cut in info.storage.cuts],
-                **({"finite": True} if info.finite else {}),
-            }
-            for name, info in record.tensors.items()
-        },
+        "tensors": {name: tensor_entry(info) for name, info in record.tensors.items()},
         "files": {name: {"bytes": info.nbytes, "header": info.header} for name, info in record.files.items()},
     }
     write_bytes(folder / RECORD, json.dumps({**content, "digest": _digest(content)}).encode())
+
+
+def tensor_entry(info: TensorInfo) -> dict[str, Any]:
+    """Return what a record says about a tensor."""
+    return {
+        "shape": list(info.shape),
+        "dtype": str(info.dtype).removeprefix("torch."),
+        "cuts": [list(cut) for cut in info.storage.cuts],
+        **({"finite": True} if info.finite else {}),
+        **({"pipe": list(info.pipe)} if info.pipe else {}),
+    }
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -469,7 +481,7 @@ def _parse_record(content: Mapping[str, Any]) -> Record:
     grid = Shape(**known, order=tuple(complete_order([axis for axis in order if axis not in ignored])))
     if grid.world > MAX_RANKS:
         raise ValueError(f"a grid of {grid.world} ranks; the most is {MAX_RANKS}")
-    tensors = {name: _parse_tensor(name, found, ignored) for name, found in content["tensors"].items()}
+    tensors = {name: parse_tensor(name, found, grid, ignored) for name, found in content["tensors"].items()}
     if not any(info.finite for info in tensors.values()):  # an earlier version wrote it, or a conversion
         state = [name for name in tensors if name.startswith(OPTIMIZER)]
         for name in {*state, *(MODEL + name.removeprefix(OPTIMIZER).partition("/")[2] for name in state)}:
@@ -484,8 +496,8 @@ def _parse_record(content: Mapping[str, Any]) -> Record:
     return Record(grid, upgrade_state(content["state"]), tensors, files)
 
 
-def _parse_tensor(name: str, found: Mapping[str, Any], ignored: list[str]) -> TensorInfo:
-    """Return what the record says about a tensor, without cuts over the ignored axes."""
+def parse_tensor(name: str, found: Mapping[str, Any], grid: Shape, ignored: Collection[str] = ()) -> TensorInfo:
+    """Return what the record of a grid says about a tensor, without cuts over the ignored axes."""
     shape = tuple(found["shape"])
     if not all(type(length) is int and length >= 0 for length in shape):
         raise ValueError(f"{name!r} has shape {shape}")
@@ -494,7 +506,31 @@ def _parse_tensor(name: str, found: Mapping[str, Any], ignored: list[str]) -> Te
     cuts = tuple((axis, dim) for axis, dim in found["cuts"] if axis not in ignored)
     if not all(axis in AXES and type(dim) is int and 0 <= dim < len(shape) for axis, dim in cuts):
         raise ValueError(f"{name!r} of shape {shape} is cut by {cuts}")
-    return TensorInfo(shape, _DTYPES_BY_NAME[found["dtype"]], Layout(cuts), found.get("finite") is True)
+    layout, pipe = Layout(cuts), tuple(found.get("pipe", ()))
+    if not all(type(rank) is int and 0 <= rank < grid.sizes[PIPE] for rank in pipe) or sorted(set(pipe)) != list(pipe):
+        raise ValueError(f"{name!r} is on the pipe ranks {pipe} of {grid.sizes[PIPE]}")
+    if pipe and PIPE in layout.axes:
+        raise ValueError(f"{name!r} is cut over {PIPE}, and only on its ranks {pipe}")
+    return TensorInfo(shape, _DTYPES_BY_NAME[found["dtype"]], layout, found.get("finite") is True, pipe)
+
+
+def join_over_pipe(by_rank: Sequence[Mapping[str, TensorInfo]]) -> dict[str, TensorInfo]:
+    """Return the tensors of all pipe ranks, given those of each: group by group, each with the ranks that hold it."""
+    found: dict[str, TensorInfo] = {}
+    holders: dict[str, list[int]] = {}
+    for rank, tensors in enumerate(by_rank):
+        for name, info in tensors.items():
+            if found.setdefault(name, info) != info:
+                raise ValueError(
+                    f"{name!r} is {tensor_entry(info)} on pipe rank {rank} and {tensor_entry(found[name])} on pipe "
+                    f"rank {holders[name][0]}; both must hold the same tensor"
+                )
+            holders.setdefault(name, []).append(rank)
+    groups = list(dict.fromkeys(name.partition("/")[0] for name in found))
+    return {
+        name: replace(found[name], pipe=() if len(holders[name]) == len(by_rank) else tuple(holders[name]))
+        for name in sorted(found, key=lambda name: groups.index(name.partition("/")[0]))
+    }
 
 
 # Values of others in the state of a record

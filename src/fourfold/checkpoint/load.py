@@ -39,6 +39,7 @@ from fourfold.checkpoint.format import (
 )
 from fourfold.checkpoint.training_state import (
     CLOCK,
+    HeldNames,
     LocalShard,
     LocalShards,
     SavedOptimizer,
@@ -50,7 +51,6 @@ from fourfold.checkpoint.training_state import (
     set_extra_states,
     set_random_states,
     stepped_parameters,
-    stored_otherwise,
     training_table_of,
 )
 from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, UnreadableCheckpointError, name_some
@@ -278,23 +278,26 @@ def load_training(
     random states on the grid that wrote the checkpoint; on any other grid the random states stay as they are.
     """
     grid = grid_of(model)
+    held = _held_names(grid, folder, model, optimizer)
     chosen: dict[str, LocalShard] = {}
 
     def choose(record: Record) -> LocalShards:
-        require_stored_alike(model, record, folder)
+        require_stored_alike(model, held.stored, record, folder)
         saved = SavedOptimizer.of(record)
-        for name, shard in model_shards(model).items():
-            if saved is not None or name in record.tensors or not may_lack(name.removeprefix(MODEL)):
-                chosen[name] = shard
-        require_same_names(list(chosen), record.names(MODEL), folder)
+        wanted = [
+            name
+            for name in held.tensors
+            if saved is not None or name in record.tensors or not may_lack(name.removeprefix(MODEL))
+        ]
+        require_same_names(wanted, record.names(MODEL), folder)
+        chosen.update({name: shard for name, shard in model_shards(model).items() if name in record.tensors})
         if saved is not None:
             _require_same_dtypes(chosen, record, folder)
-            stepped = stepped_parameters(model, optimizer)
             saved.require_class(optimizer, folder)
             if not keep_options:
-                saved.require_groups(stepped, optimizer, folder)
+                saved.require_groups(held.groups, folder)
                 chosen.update(clock_shards(model) if CLOCK in record.tensors else {})
-            chosen.update(saved.allocate(stepped, folder))
+            chosen.update(saved.allocate(stepped_parameters(model, optimizer), held.stepped, folder))
         elif require_optimizer:
             raise ValueError(
                 f"{folder} holds weights and no state of an optimizer; to begin with these weights, leave the "
@@ -313,6 +316,12 @@ def load_training(
     set_extra_states(model, record)
     set_random_states(chosen, grid)
     return record.state
+
+
+def _held_names(grid: Grid, folder: object, model: nn.Module, optimizer: Optimizer | None = None) -> HeldNames:
+    """Return the names of what all ranks hold together, with which a checkpoint is compared; all ranks call it."""
+    held = grid.run_together(f"looking at what {folder} is read into", lambda: HeldNames.of(model, optimizer))
+    return held.over_pipe(grid)
 
 
 def _require_same_dtypes(shards: LocalShards, record: Record, folder: object) -> None:
@@ -341,24 +350,25 @@ def read_weights(folder: str | os.PathLike[str], model: nn.Module) -> Record:
     All ranks call it; each reads only its own shards, and values are cast to the dtype of the model. An error, such as
     a missing tensor or another shape, is raised on all ranks before any of them has changed a parameter.
     """
+    grid = grid_of(model)
+    held = _held_names(grid, folder, model)
 
     def choose(record: Record) -> LocalShards:
-        require_stored_alike(model, record, folder)
-        wanted = model_shards(model)
-        require_same_names(list(wanted), record.names(MODEL), folder)
-        return wanted
+        require_stored_alike(model, held.stored, record, folder)
+        require_same_names(held.tensors, record.names(MODEL), folder)
+        return model_shards(model)
 
-    record = read_shards(grid_of(model), folder, choose)
+    record = read_shards(grid, folder, choose)
     set_extra_states(model, record)
     return record
 
 
-def require_stored_alike(model: nn.Module, record: Record, folder: object) -> None:
+def require_stored_alike(model: nn.Module, here: Sequence[str], record: Record, folder: object) -> None:
     """Raise if a plain module and a parallelised one hold a weight in different forms, perhaps of the same shape.
 
-    Records of earlier versions do not say how weights are stored; they are of models on a grid.
+    `here` are the weights that this model holds in another form than the plain one. Records of earlier versions do not
+    say how weights are stored; they are of models on a grid.
     """
-    here = stored_otherwise(model)
     there = training_table_of(record).get("stored", here)
     if differing := sorted({*here} ^ {*there}):
         raise ValueError(

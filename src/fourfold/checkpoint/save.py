@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fourfold.atomic import AtomicFolder
+from fourfold.axes import PIPE
 from fourfold.checkpoint.format import (
     CHECKPOINT_FILE,
     EXTRA,
@@ -32,8 +33,11 @@ from fourfold.checkpoint.format import (
     TensorInfo,
     TensorType,
     TensorTypes,
+    join_over_pipe,
     pack_json,
+    parse_tensor,
     rank_file,
+    tensor_entry,
     write_record,
     write_tensor_file,
 )
@@ -42,10 +46,12 @@ from fourfold.checkpoint.training_state import (
     TRAINING,
     LocalShards,
     grid_of,
+    join_training_tables,
     model_shards,
     training_shards,
     training_table,
 )
+from fourfold.errors import name_some
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Layout
 
@@ -293,6 +299,35 @@ class HostCopy:
             self._ordered = self._ordered or ordered
 
 
+def _record_of_all(grid: Grid, shards: LocalShards, state: dict[str, Any]) -> Record:
+    """Return the record of what all ranks are going to write, given what this rank holds; all ranks call it.
+
+    Ranks along pipe hold different tensors. Every rank must know all of them, because they decide who writes what.
+    """
+    own = {name: shard.info for name, shard in shards.items()}
+    if grid.size(PIPE) == 1:
+        return Record(grid.shape, state, own)
+    table = {"tensors": {name: tensor_entry(info) for name, info in own.items()}, TRAINING: state.get(TRAINING)}
+    tables = [json.loads(text) for text in grid.texts_by_pipe(json.dumps(table))]
+    tensors = join_over_pipe(
+        [{name: parse_tensor(name, found, grid.shape) for name, found in each["tensors"].items()} for each in tables]
+    )
+    if TRAINING in state:
+        state = {**state, TRAINING: join_training_tables([each[TRAINING] for each in tables])}
+    return Record(grid.shape, state, tensors)
+
+
+def _require_own(record: Record, shards: LocalShards, grid: Grid) -> None:
+    """Raise unless this rank holds what the record says of its pipe coordinate, for which another rank has spoken."""
+    here = grid.coords[PIPE]
+    expected = {name for name, info in record.tensors.items() if not info.pipe or here in info.pipe}
+    if differing := sorted(expected ^ shards.keys()):
+        raise ValueError(
+            f"rank {grid.rank} holds other tensors than the first rank at pipe={here}: {name_some(differing)} on one "
+            "of them only; give all ranks the same model and the same optimizer"
+        )
+
+
 class PendingSave:
     """A folder that a thread is writing. All ranks make it together and `wait` for it together."""
 
@@ -315,11 +350,12 @@ class PendingSave:
         and `after` once the folder is complete.
         """
         self.grid, self.folder, self._after = grid, AtomicFolder(local_folder(folder), CHECKPOINT_FILE), after
-        self.record = Record(grid.shape, state, {name: shard.info for name, shard in shards.items()})
+        self.record = _record_of_all(grid, shards, state)
         self._what = f"writing {self.folder.target}"
         self.copy: HostCopy | None = None
 
         def start() -> None:
+            _require_own(self.record, shards, grid)
             self.own = self._own_names(shards, previous)
             if staging is not None:
                 self.copy = staging.copy({name: shards[name] for name in self.own})
@@ -331,7 +367,7 @@ class PendingSave:
                 self.folder.prepare()
 
         try:
-            grid.run_together(self._what, start, same=f"{self.folder.target}, {len(shards)} tensors")
+            grid.run_together(self._what, start, same=f"{self.folder.target}, {len(self.record.tensors)} tensors")
         except BaseException:
             if grid.rank == 0:
                 self.folder.abandon()

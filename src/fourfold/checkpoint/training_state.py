@@ -14,16 +14,21 @@ The table, `training` in the state of a record, has what torch keeps outside of 
     {"stored": ["c_attn.weight_0", ...],                     parameters that the plain module holds in another form
      "modules": {"head": {"scale": 2}},                      what get_extra_state of a module returns, by module
      "seed": 0,                                              the seed of dropout masks
+     "pipeline": {"cuts": [0, 3, 6], "placement": [0, 1], "schedule": "1f1b"},        for the record: nobody reads it
      "optimizer": {"class": "torch.optim.adamw.AdamW",
                    "groups": [{"names": ["head.weight", ...], "options": {"lr": 0.001, ...}}],
                    "kinds": {"optimizer/exp_avg/NAME": "local"},       where `StateKind.usual` is not the kind
                    "values": {"head.weight": {"count": 3}}}}           state that consists of Python's numbers
+
+A rank holds the parameters of its own pipe coordinate. `join_training_tables` and `HeldNames` say what the ranks along
+pipe hold together; a checkpoint has that, and is compared with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -43,6 +48,9 @@ from fourfold.nn.layer import PLAIN_SLICES, specs_of
 from fourfold.nn.rng import StepRng
 from fourfold.optim import AdamW, ShardedOptimizer
 from fourfold.params import local_of
+from fourfold.schedule.action import Schedule
+from fourfold.schedule.stages import Stages
+from fourfold.schedule.text import to_csv
 
 TRAINING = "training"
 """The key of the table in the state of a record."""
@@ -112,7 +120,95 @@ def training_table(model: nn.Module, optimizer: Optimizer | None) -> dict[str, A
         table["optimizer"] = describe_optimizer(model, optimizer)
         if (clock := clock_of(model)) is not None:
             table["seed"] = clock.seed
+    stages = getattr(model, "stages", None)
+    if isinstance(stages, Stages) and stages.pipe > 1:
+        schedule: str | Schedule = model.policy.schedule  # type: ignore[assignment,missing-attribute,union-attr]
+        written = schedule if isinstance(schedule, str) else to_csv(schedule)
+        table["pipeline"] = {"cuts": stages.cuts, "placement": stages.placement, "schedule": written}
     return {TRAINING: table}
+
+
+def join_training_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one table of what the ranks along pipe hold together, given the table of each.
+
+    Raise ValueError where their optimizers are no parts of one.
+    """
+    joined = {key: value for table in reversed(tables) for key, value in table.items()}
+    joined["stored"] = list(dict.fromkeys(name for table in tables for name in table["stored"]))
+    joined["modules"] = {name: state for table in reversed(tables) for name, state in table["modules"].items()}
+    if any("optimizer" in table for table in tables):
+        if lacking := [rank for rank, table in enumerate(tables) if "optimizer" not in table]:
+            raise ValueError(f"pipe rank {lacking[0]} was given no optimizer, and others were; give all ranks theirs")
+        joined["optimizer"] = _join_optimizers([table["optimizer"] for table in tables])
+    return joined
+
+
+def _join_optimizers(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the description of one optimizer, given those of its parts; groups of the same number are one group."""
+    first = tables[0]
+    groups: list[dict[str, Any]] = []
+    for rank, table in enumerate(tables):
+        if table["class"] != first["class"]:
+            raise ValueError(
+                f"the optimizer is {first['class']} on pipe rank 0 and {table['class']} on pipe rank {rank}; make the "
+                "same one on all ranks"
+            )
+        for number, group in enumerate(table["groups"]):
+            if number == len(groups):
+                groups.append({"names": [], "options": group["options"]})
+            known = groups[number]
+            if not known["names"]:
+                known["options"] = group["options"]  # a group that is empty so far decides nothing
+            if group["names"] and known["options"] != group["options"]:
+                options = known["options"], group["options"]
+                key = next(key for one in options for key in one if options[0].get(key) != options[1].get(key))
+                raise ValueError(
+                    f"parameter group {number} has {key}={options[1].get(key)} on pipe rank {rank} and "
+                    f"{key}={options[0].get(key)} on an earlier one; make the same groups in the same order on all "
+                    "ranks, also those that are empty there"
+                )
+            known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
+    both = {key: {name: each for table in tables for name, each in table[key].items()} for key in ("kinds", "values")}
+    return {"class": first["class"], "groups": groups, **both}
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNames:
+    """The names of what a model and its optimizer hold, on this rank or on all ranks along pipe together."""
+
+    tensors: list[str]
+    """The tensors of the model."""
+    stored: list[str]
+    """`stored_otherwise`."""
+    groups: list[list[str]]
+    """The parameters of each parameter group; no group without an optimizer."""
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Optimizer | None = None) -> HeldNames:
+        """Return the names on this rank."""
+        groups = [] if optimizer is None else group_names(stepped_parameters(model, optimizer), optimizer)
+        return cls(list(model_shards(model)), stored_otherwise(model), groups)
+
+    def over_pipe(self, grid: Grid) -> HeldNames:
+        """Return the names on all ranks along pipe; all ranks call it."""
+        by_rank = [HeldNames(**json.loads(text)) for text in grid.texts_by_pipe(json.dumps(asdict(self)))]
+        most = max(len(held.groups) for held in by_rank)
+        groups = [[name for held in by_rank for name in held.groups[number : number + 1]] for number in range(most)]
+        return HeldNames(
+            _once(held.tensors for held in by_rank),
+            _once(held.stored for held in by_rank),
+            [_once(group) for group in groups],
+        )
+
+    @property
+    def stepped(self) -> list[str]:
+        """The parameters that the optimizer steps."""
+        return [name for group in self.groups for name in group]
+
+
+def _once(lists: Iterable[Iterable[str]]) -> list[str]:
+    """Return the names of all lists, each once."""
+    return list(dict.fromkeys(name for names in lists for name in names))
 
 
 def training_table_of(record: Record) -> Mapping[str, Any]:
@@ -320,6 +416,12 @@ def stepped_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Step
     return found
 
 
+def group_names(stepped: Mapping[str, SteppedParameter], optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters in each parameter group of an optimizer."""
+    names = {id(parameter.tensor): name for name, parameter in stepped.items()}
+    return [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
+
+
 def _class_name(optimizer: Optimizer) -> str:
     """Return the class of an optimizer, without the wrapper that accelerate or Fabric may have put around it."""
     inner = getattr(optimizer, "optimizer", None)
@@ -389,16 +491,15 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer) -> dict[str, LocalS
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the class, the parameter groups with their options, and what the names of the state do not say."""
-    stepped = stepped_parameters(model, optimizer)
-    names = {id(parameter.tensor): name for name, parameter in stepped.items()}
+    held = group_names(stepped_parameters(model, optimizer), optimizer)
     groups, kinds, values = [], {}, {}
-    for number, group in enumerate(optimizer.param_groups):
+    for number, (names, group) in enumerate(zip(held, optimizer.param_groups, strict=True)):
         options = {
             key: pack_json(_numbers(value), f"the option {key!r} of parameter group {number}")
             for key, value in group.items()
             if key not in NOT_OPTIONS
         }
-        groups.append({"names": [names[id(tensor)] for tensor in group["params"]], "options": options})
+        groups.append({"names": names, "options": options})
     for name, key, parameter, shard in _entries(model, optimizer):
         if shard is None:
             values.setdefault(name, {})[key] = optimizer.state[parameter.tensor][key]
@@ -466,12 +567,13 @@ class SavedOptimizer:
                 "ff.load(folder, model)"
             )
 
-    def require_groups(self, stepped: Mapping[str, SteppedParameter], optimizer: Optimizer, folder: object) -> None:
-        """Raise unless the optimizer has the parameter groups that were saved, in their order."""
+    def require_groups(self, here: Sequence[Sequence[str]], folder: object) -> None:
+        """Raise unless the optimizer has the parameter groups that were saved, in their order.
+
+        `here` are the names of the parameters in its groups, on all ranks along pipe together.
+        """
         if self.groups is None:
             return
-        names = {id(parameter.tensor): name for name, parameter in stepped.items()}
-        here = [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
         saved = [list(group.names) for group in self.groups]
         if (both := min(len(saved), len(here))) < max(len(saved), len(here)):
             where, more = ("here", here) if len(here) > both else ("there", saved)
@@ -490,16 +592,24 @@ class SavedOptimizer:
                     "make the same groups before loading"
                 )
 
-    def allocate(self, stepped: Mapping[str, SteppedParameter], folder: object) -> dict[str, LocalShard]:
-        """Return memory for the state of these parameters, to be filled; the optimizer's own state does not change."""
-        if unknown := [name for name in (*self.keys, *self.values) if name not in stepped]:
+    def allocate(
+        self, stepped: Mapping[str, SteppedParameter], everywhere: Collection[str], folder: object
+    ) -> dict[str, LocalShard]:
+        """Return memory for the state of these parameters, to be filled; the optimizer's own state does not change.
+
+        Raise if a parameter has state and is none of those that are stepped `everywhere`, also at other pipe
+        coordinates.
+        """
+        known = set(everywhere)
+        if unknown := [name for name in (*self.keys, *self.values) if name not in known]:
             raise ValueError(
-                f"{folder} holds optimizer state of {name_some(unknown, stepped)}, which this optimizer does not step; "
-                "make the optimizer as saved"
+                f"{folder} holds optimizer state of {name_some(unknown, everywhere)}, which this optimizer does not "
+                "step; make the optimizer as saved"
             )
         return {
             f"{OPTIMIZER}{key}/{name}": stepped[name].allocate(key, self._kind(name, key, stepped[name]), info.dtype)
             for name, held in self.keys.items()
+            if name in stepped
             for key, info in held.items()
         }
 
