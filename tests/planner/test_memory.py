@@ -18,15 +18,19 @@ import fourfold as ff
 from benchmarks.planner import memory_on_gpu
 from dry_peak import Case, Found, dry_peaks
 from fourfold import comm
+from fourfold.axes import PIPE
 from fourfold.grid import Grid, Shape
+from fourfold.models.config import ModelConfig
 from fourfold.nn.layer import specs_of
 from fourfold.nn.rng import BLOCK_ELEMENTS
 from fourfold.params import local_of
-from fourfold.planner.memory import Memory, kept_for_backward, peak_memory
+from fourfold.planner.memory import Memory, kept_for_backward, peak_memory, peak_memory_of_pipe
 from fourfold.planner.program import AllocOp, MemoryOp
 from fourfold.planner.sizes import LocalSizes, SizeReader, Term, structure_of_names
+from fourfold.planner.trace import dry_run
 from fourfold.planner.transformer import ends_program, layers_program
 from fourfold.policy import Overlap, Policy, Recompute
+from fourfold.schedule.stages import Stages
 from harness import Largest, grid_of, join_shards
 
 SHAPE = Shape(x=2, z=2)
@@ -186,6 +190,37 @@ def test_predicted_memory_is_that_of_the_dry_run() -> None:
         compare(case, found)
 
 
+DEEPER = replace(NARROW, layers=8, vocab=32000)
+PIPES = [
+    (DEEPER, Shape(pipe=4), bf16()),
+    (DEEPER, Shape(pipe=4), bf16(schedule="zb-h1")),
+    (DEEPER, Shape(pipe=4), bf16(recompute="block", stages=Stages.even(8, 4, 2))),
+    (DEEPER, Shape(x=2, pipe=2), bf16(schedule="zb-h1")),
+    (DEEPER, Shape(z=2, pipe=2), bf16(stages=Stages.even(8, 2, 2, "wave"), schedule="v-half")),
+    (DEEPER, Shape(pipe=4), bf16(schedule="gpipe", loss_chunk=1024, stages=Stages((0, 4, 6, 9, 10), (0, 1, 2, 3)))),
+]
+
+
+def pipe_peaks(config: ModelConfig, shape: Shape, policy: Policy) -> list[tuple[int, int]]:
+    """The peak of every pipe rank in 8 micro-batches: as predicted, and of a dry run."""
+    found = []
+    for place in range(shape.pipe):
+        rank = shape.rank({**dict.fromkeys(shape.sizes, 0), PIPE: place})
+        sizes = LocalSizes(config, shape, policy, 4, 512, rank=rank)
+        memory = peak_memory_of_pipe(sizes, sizes.schedule(8), optimizer_bytes_per_parameter=0)
+        dry = dry_run(config, shape, rank=rank, rows=4, seq=512, policy=policy, micro_steps=8)
+        found.append((memory.total, dry.peak_bytes))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "policy"), PIPES, ids=lambda part: "" if part is DEEPER else str(part)[:24]
+)
+def test_memory_of_every_pipe_rank_is_that_of_the_dry_run(alone, config, shape, policy) -> None:
+    predicted, found = zip(*alone(pipe_peaks, config, shape, policy), strict=True)
+    assert predicted == pytest.approx(found, rel=0.10)
+
+
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
 def test_memory_is_allocated_before_it_is_freed(recompute: Recompute) -> None:
     """No kind of memory falls below zero in the programs of layers alone and of embedding, head and loss alone."""
@@ -244,3 +279,19 @@ def test_the_benchmark_of_memory_runs_on_cpu_ranks(tmp_path: Path) -> None:
     assert "| x=2 z=2, attention |" in (tmp_path / "found.md").read_text()
     with pytest.raises(SystemExit):
         memory_on_gpu.main(["--device", "cpu", "--lines", "no such line"])
+
+
+def test_weights_that_stay_gathered_are_there_once() -> None:
+    """The first pipe rank has the table and a layer, each in a stage of its own."""
+    found = {}
+    config = ff.models.config("llama-tiny", layers=2)
+    for gathering in ("use", "block", "step"):
+        stages = Stages((0, 1, 2, 3, 4), (0, 1, 0, 1))
+        sizes = LocalSizes(config, Shape(z=2, pipe=2), bf16(gather_weights=gathering, stages=stages), 4, 32)
+        found[gathering] = peak_memory_of_pipe(sizes, sizes.schedule(4)).total
+    layer = (
+        2 * config.hidden * (2 * (48 + 8) + 3 * config.mlp_hidden)
+    )  # bytes in bf16: q and o, k and v, three of the MLP
+    table = 2 * config.vocab * config.hidden
+    assert found["block"] - found["use"] == max(layer, table)
+    assert found["step"] - found["use"] == layer + table

@@ -111,7 +111,7 @@ def test_a_slow_host_is_estimated_and_priced_alike() -> None:
 def test_space_holds_still_what_it_names() -> None:
     task = Task(SMALL, load_machine("dgx-h100"), 32, 2048)
     policy = Policy(recompute="attention", compute_dtype=torch.bfloat16)
-    order = ("z", "x", "y", "data")
+    order = ("z", "x", "y", "data", "pipe")
     found = search(task, 8, space=Space(policies=(policy,), micro_steps=(2,), orders=(order,)), top=3)
     for each in found.ranked:
         assert each.candidate.policy == policy

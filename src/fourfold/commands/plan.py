@@ -15,21 +15,30 @@ import torch
 
 from fourfold import models
 from fourfold.atomic import write_json, write_text
+from fourfold.axes import AXES
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
 from fourfold.models.open import ModelBuilder, open_model, why_data_only
 from fourfold.models.sizes import SIZES
 from fourfold.planner.explain import add_training, model_facts, plan_document, reasons
 from fourfold.planner.machine import DTYPES, Machine, load_machine
-from fourfold.planner.price import Price, Task, chrome_trace
+from fourfold.planner.price import PipePrice, Price, Task, chrome_trace, chrome_trace_of_pipe
 from fourfold.planner.search import GridPlan, Space, search, search_built
 from fourfold.policy import Overlap
 from fourfold.report.plan_page import write_plan_page
-from fourfold.report.plan_text import PlanDocument, next_commands, plan_table, why_text
+from fourfold.report.plan_text import (
+    PlanDocument,
+    PlannedGrid,
+    next_commands,
+    pipeline_text,
+    plan_table,
+    why_text,
+)
 from fourfold.train.config import (
     BatchSection,
     GridSection,
     ModelSection,
+    PipelineSection,
     PlanSection,
     PolicySection,
     TrainConfig,
@@ -68,8 +77,13 @@ def plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     document["why"] = asked
     if isinstance(found.best, Price):
         config = run_config(found.best, options.model, options.machine, options.tokens)
-        document["config_toml"] = config.toml(ONLY_YOU, unset=False)
+        document["config_toml"] = config.toml({**ONLY_YOU, **pipeline_comment(document["grids"][0])}, unset=False)
     return show(options, arguments, document, found)
+
+
+def pipeline_comment(best: PlannedGrid) -> dict[str, str]:
+    """Return the comment of a config about the stages and the schedule of the plan; none without a pipe axis."""
+    return {"grid.pipe": pipeline_text(best)} if best["pipeline"] else {}
 
 
 def check(options: argparse.Namespace) -> None:
@@ -105,7 +119,7 @@ def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machin
         )
     # `fourfold train` records the steps of its models unless its config turns that off
     task = replace(make_task(options, config, machine, seq), captured=True)
-    return search(task, options.devices, top=options.top)
+    return search(task, options.devices, space=Space(axes=AXES), top=options.top)
 
 
 def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machine) -> GridPlan:
@@ -160,12 +174,14 @@ def run_config(best: Price, model: str, machine: str, tokens: float | None = Non
     candidate, task = best.candidate, best.task
     keys = [field.name for field in fields(PolicySection) if field.name not in NAMED_OTHERWISE]
     shared = {key: getattr(candidate.policy, key) for key in keys}
+    stages, schedule = candidate.policy.stages, candidate.policy.schedule
     return TrainConfig(
         # a published size by its name, any other model by all its fields
         model=ModelSection(name=model) if model in SIZES else ModelSection(**asdict(task.config)),
         grid=GridSection(**candidate.shape.sizes, order=candidate.shape.order),  # type: ignore[arg-type]
         policy=PolicySection(dtype=task.dtype, **shared),  # type: ignore[arg-type]
         overlap=Overlap(halves=best.halves),
+        pipeline=PipelineSection() if stages is None else PipelineSection.of(stages, schedule),
         batch=BatchSection(rows=task.rows, seq=task.seq, micro_steps=candidate.micro_steps),
         train=TrainSection() if tokens is None else TrainSection(steps=ceil(tokens / task.tokens)),
         plan=PlanSection(machine=machine),
@@ -201,7 +217,9 @@ def show(options: argparse.Namespace, arguments: Sequence[str], document: PlanDo
     if options.html is not None:
         write_plan_page(dict(document), options.html)
     if options.trace is not None:
-        write_json(options.trace, chrome_trace(found.best.timeline().spans))
+        best = found.best
+        piped = isinstance(best, PipePrice)
+        write_json(options.trace, chrome_trace_of_pipe(best.played) if piped else chrome_trace(best.timeline().spans))
     if options.config is not None:
         write_text(options.config, document["config_toml"])
     if options.json == "-":

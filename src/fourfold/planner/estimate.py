@@ -24,9 +24,10 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from fourfold.axes import AXES
+from fourfold.axes import AXES, CUTS, PIPE
 from fourfold.planner.machine import Machine, route_of
 from fourfold.planner.memory import REHEARSED_LAYERS
+from fourfold.planner.pipe import CHUNKS, head_in_layers, rough_stages
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
 from fourfold.planner.sizes import SizeMatrix, Structure, Term, structure_of_names
@@ -119,7 +120,7 @@ class ProgramWork:
                 elif isinstance(item, ElementwiseOp):
                     self.kernels.append((part, matrix.row_of(item.nbytes)))
                 elif isinstance(item, LaunchOp) and isinstance(item.record.nbytes, Term):
-                    axis, passes = AXES.index(item.record.axis), 2 if item.record.op == "all_reduce" else 1
+                    axis, passes = CUTS.index(item.record.axis), 2 if item.record.op == "all_reduce" else 1
                     self.messages.append((part, axis, passes, matrix.row_of(item.record.nbytes)))
 
 
@@ -144,7 +145,7 @@ class Cells:
     def __init__(self, task: Task, candidates: Sequence[Candidate]) -> None:
         self.task, self.candidates = task, candidates
         self.sizes = [candidate.sizes(task) for candidate in candidates]
-        number, parts, axes = len(candidates), len(PARTS), len(AXES)
+        number, parts, axes = len(candidates), len(PARTS), len(CUTS)
         self.rings, self.sums, self.nbytes = torch.zeros(3, number, parts, axes, dtype=torch.float64)
         """Messages of each cell by part and axis, and bytes that a rank sends: [cell, part, axis]."""
         self.compute = torch.zeros(number, parts, dtype=torch.float64)
@@ -153,6 +154,9 @@ class Cells:
         """The same without the products of dw, which no message waits for: [cell, part]."""
         self.items = torch.zeros(number, parts, dtype=torch.float64)
         """The items that the host issues by part: [cell, part]."""
+        busiest = [_busiest_stage(task, candidate.shape.pipe) for candidate in candidates]
+        self.layers, self.ends = torch.tensor(busiest, dtype=torch.float64).T
+        """The layers of the busiest stage, and whether it has the head: [cell]."""
         by_form: dict[WorkForm, list[int]] = {}
         for index, sizes in enumerate(self.sizes):
             # block recompute without chunks has every part that any lever may need
@@ -165,20 +169,20 @@ class Cells:
     def _read(self, form: WorkForm, cells: list[int]) -> None:
         found = [self.sizes[index] for index in cells]
         sizes = form.sizes.values_of_many(found)  # [size, cell]
-        ranks = torch.tensor([[one.shape.sizes[axis] for one in found] for axis in AXES], dtype=torch.float64)
-        for work, times in ((form.layers, self.task.config.layers / REHEARSED_LAYERS), (form.ends, 1.0)):
+        ranks = torch.tensor([[one.shape.sizes[axis] for one in found] for axis in CUTS], dtype=torch.float64)
+        for work, times in ((form.layers, self.layers[cells] / REHEARSED_LAYERS), (form.ends, self.ends[cells])):
             if work.messages:
                 parts, axes, passes, rows = torch.tensor(work.messages).T
-                places, twice = parts * len(AXES) + axes, passes == 2
+                places, twice = parts * len(CUTS) + axes, passes == 2
                 self._add(self.rings, cells, places, times * (~twice)[:, None].double().expand(-1, len(cells)))
                 self._add(self.sums, cells, places, times * twice[:, None].double().expand(-1, len(cells)))
                 sent = sizes[rows] * passes[:, None] * (ranks - 1)[axes] / ranks[axes]
                 self._add(self.nbytes, cells, places, times * sent)
             self._compute(work, times, sizes, cells)
             issued = [part for part, *_ in (*work.products, *work.attention, *work.kernels, *work.messages)]
-            self._add(self.items, cells, torch.tensor(issued), torch.full((len(issued), len(cells)), times).double())
+            self._add(self.items, cells, torch.tensor(issued), times.expand(len(issued), -1))
 
-    def _compute(self, work: ProgramWork, times: float, sizes: Tensor, cells: list[int]) -> None:
+    def _compute(self, work: ProgramWork, times: Tensor, sizes: Tensor, cells: list[int]) -> None:
         prices, dtype = self.task.seconds_on(self.candidates[cells[0]]), self.task.dtype
         whole = sizes.long().tolist()
         known: dict[tuple[int, int, int], list[float]] = {}
@@ -226,14 +230,15 @@ class Estimates:
         places = [shapes.setdefault(tuple(one.shape.sizes.values()), len(shapes)) for one in cells.candidates]
         routes = [[_routes(machine, sizes, order) for order in orders] for sizes in shapes]
         table = torch.tensor(routes, dtype=torch.float64)[places]  # [cell, order, axis, 4]
-        latency, tree, bandwidth, self.crosses = table.unbind(-1)
+        *along_pipe, _ = table[:, :, AXES.index(PIPE)].unbind(-1)
+        latency, tree, bandwidth, self.crosses = table[:, :, : len(CUTS)].unbind(-1)
         rings, sums, nbytes = (each[:, :, None] for each in (cells.rings, cells.sums, cells.nbytes))
         self.link = (
             rings * (machine.launch + latency[:, None])
             + sums * (machine.launch + tree[:, None])
             + nbytes / bandwidth[:, None]
         )  # [cell, part, order, axis]
-        data = AXES.index("data")
+        data = CUTS.index("data")
         several = torch.tensor([one.shape.data > 1 for one in cells.candidates], dtype=torch.float64)[:, None]
         self.data = several * (machine.launch + tree[..., data]) + cells.step_nbytes[:, None] / bandwidth[..., data]
         self.compute, self.chain, self.optimizer = cells.compute, cells.chain, cells.optimizer
@@ -244,33 +249,66 @@ class Estimates:
         self.turns = torch.tensor([sizes.number_of_halves > 1 for sizes in cells.sizes])
         self.micro_steps = torch.tensor([one.micro_steps for one in cells.candidates], dtype=torch.float64)
         self.forward = self._phase([FORWARD])
+        self.bubble = self._bubble(cells, *along_pipe)
         self.seconds = torch.stack([self._price(lever) for lever in LEVERS], dim=1)
 
     def _price(self, lever: Lever) -> Tensor:
         """Return the seconds of each cell and order: [cell, order]."""
         backward = self._phase(lever.parts)
         exposed = (self.data - HIDDEN_BY_BACKWARD * backward).clamp(min=0.0)
-        return self.micro_steps[:, None] * (self.forward + backward) + exposed + self.optimizer[:, None]
+        work = self.micro_steps[:, None] * (self.forward + backward)
+        return work + self.bubble + exposed + self.optimizer[:, None]
+
+    def _bubble(self, cells: Cells, latency: Tensor, _: Tensor, bandwidth: Tensor) -> Tensor:
+        """Return how long the busiest pipe rank waits for others, with the best number of chunks: [cell, order].
+
+        A schedule with v chunks can come down to (P - 1) F / v (E11); a micro-batch passes every border of stages
+        twice.
+        """
+        pipe = torch.tensor([one.shape.pipe for one in cells.candidates], dtype=torch.float64)[:, None]
+        nbytes = torch.tensor([sizes.rest_nbytes for sizes in cells.sizes], dtype=torch.float64)[:, None]
+        hop = self.task.machine.launch + latency / (pipe - 1).clamp(min=1) + nbytes / bandwidth
+        layers = self.task.config.layers
+        found = [
+            torch.where(
+                pipe * chunks <= (layers if chunks > 1 else torch.inf),
+                (pipe - 1) * self.forward / chunks + 2 * (pipe * chunks - 1) * hop,
+                torch.inf,
+            )
+            for chunks in CHUNKS
+        ]
+        return torch.stack(found).amin(0) * (pipe > 1)
 
     def _phase(self, parts: list[int]) -> Tensor:
         """Return the seconds of one pass that consists of these parts: [cell, order]."""
         link, compute, chain = self.link[:, parts].sum(1), self.compute[:, parts].sum(1), self.chain[:, parts].sum(1)
-        beside = link[..., [AXES.index("x"), AXES.index("y")]].sum(-1)
-        gathers = link[..., AXES.index("z")]
+        beside = link[..., [CUTS.index("x"), CUTS.index("y")]].sum(-1)
+        gathers = link[..., CUTS.index("z")]
         cards = (link * self.crosses).sum(-1)  # axes that cross nodes share the network cards
-        # products slow down only if something is in flight
-        slowed = compute[:, None] * torch.where(link.sum(-1) > 0, self.task.machine.contention, 1.0)
+        # products slow down while something is in flight
+        contention = self.task.machine.contention
+        slowed = compute[:, None] + (1 - 1 / contention) * torch.minimum(link.sum(-1), contention * compute[:, None])
         # without halves that take turns, products of dw are all that runs during messages over x and y
         serial = torch.where(self.turns[:, None], beside, beside + chain[:, None])
         host = self.host[:, parts].sum(1)[:, None].expand_as(slowed)
         return torch.stack([slowed, serial, gathers, cards, host]).amax(0) + NEVER_HIDDEN * (beside + gathers)
 
 
+def _busiest_stage(task: Task, pipe: int) -> tuple[int, float]:
+    """Return the layers of the busiest stage of so many pipe ranks, and 1.0 if it has the head, else 0.0."""
+    if pipe == 1:
+        return task.config.layers, 1.0
+    stages, head = rough_stages(task.config, pipe, task.seq), head_in_layers(task.config, task.seq)
+    layers = [len(stages.layers_of(stage)) for stage in range(pipe)]
+    last = layers[-1] + head >= max(layers)
+    return (layers[-1], 1.0) if last else (max(layers), 0.0)
+
+
 def _routes(machine: Machine, sizes: Sequence[int], order: Sequence[str]) -> list[tuple[float, float, float, float]]:
     """Return for each axis the latency of a ring and of an all-reduce, the bandwidth, and whether it crosses nodes."""
     by_axis, world, stride = dict(zip(AXES, sizes, strict=True)), prod(sizes), 1
     found = {}
-    for axis in order:
+    for axis in order if PIPE in order else (*order, PIPE):
         link = route_of(machine, stride, by_axis[axis], world)
         found[axis] = link.latency, min(2 * link.latency, link.tree_latency), link.bandwidth, float(link.crosses)
         stride *= by_axis[axis]

@@ -5,14 +5,20 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from fourfold.axes import AXES
+from fourfold.axes import AXES, PIPE
 from fourfold.models.config import ModelConfig
 from fourfold.planner.estimate import Lever
-from fourfold.planner.price import Price, memory_of
+from fourfold.planner.price import PipePrice, Price, memory_of
 from fourfold.planner.search import CHOSEN_FIELDS, GridPlan
+from fourfold.planner.transformer import recompute_of
+from fourfold.schedule.text import to_csv
 
 WORTH_SAYING = 0.01
 """The share of a step from which a difference is named as a reason."""
+
+
+MOST_SPANS = 2000
+"""The actions of a schedule that are written down to be drawn: more cannot be told apart on a screen."""
 
 
 def model_facts(config: ModelConfig, name: str) -> dict[str, Any]:
@@ -105,6 +111,34 @@ def entry(found: Price, best: Price, rank: int) -> dict[str, Any]:
         "peak_bytes": memory.total,
         "bound_by": found.bound_by,
         "reason": "" if found is best else reasons(found, best)[0],
+        "pipeline": pipeline(found) if isinstance(found, PipePrice) else None,
+    }
+
+
+def pipeline(found: PipePrice) -> dict[str, Any]:
+    """Return stages, schedule, bubble and memory of a grid with a pipe axis.
+
+    `spans` are the first actions of every pipe rank: kind, stage, micro-batch, start and end. A schedule that was found
+    is written down in torch's CSV; others have a name.
+    """
+    stages, played, policy = found.stages, found.played, found.candidate.policy
+    every = range(len(stages.placement))
+    each = max(1, MOST_SPANS // len(played.spans))
+    return {
+        "schedule": found.schedule_name,
+        "schedule_csv": None if isinstance(policy.schedule, str) else to_csv(played.schedule),
+        "bubble": found.bubble,
+        "cuts": list(stages.cuts),
+        "placement": list(stages.placement),
+        "layers": [len(stages.layers_of(stage)) for stage in every],
+        "recompute": [recompute_of(stages, stage, policy) for stage in every],
+        "peak_bytes": [memory.total for memory in found.memories],
+        "micro_steps": found.candidate.micro_steps,
+        "played_micro_steps": played.schedule.micro_steps,
+        "spans": [
+            [[*span.action, round(span.start, 7), round(span.end, 7)] for span in spans[:each]]
+            for spans in played.spans
+        ],
     }
 
 
@@ -114,7 +148,8 @@ def reasons(loser: Price, winner: Price) -> list[str]:
     lost = [(more, f"{describe(more)} of computation: {_compute_reason(loser, winner)}")]
     for axis in AXES:
         more = loser.totals.exposed.get(axis, 0.0) - winner.totals.exposed.get(axis, 0.0)
-        lost.append((more, f"{describe(more)} exposed over {axis}: {_link_reason(loser, winner, axis)}"))
+        waits = "of waiting for other stages" if axis == PIPE else f"exposed over {axis}"
+        lost.append((more, f"{describe(more)} {waits}: {_link_reason(loser, winner, axis)}"))
     more = loser.totals.host - winner.totals.host
     lost.append((more, f"{describe(more)} of waiting for the host, which issues the work"))
     lost.sort(key=lambda each: -each[0])
@@ -143,7 +178,17 @@ def _compute_reason(loser: Price, winner: Price) -> str:
     return f"{difference}; {said}" if difference else said
 
 
+def _bubble_of(found: Price) -> str:
+    """Describe a pipeline as `bubble 22% with 1f1b, 8 micro-batches on pipe=4`."""
+    if not isinstance(found, PipePrice):
+        return "no bubble"
+    steps, pipe = found.candidate.micro_steps, found.candidate.shape.pipe
+    return f"bubble {found.bubble:.0%} with {found.schedule_name}, {steps} micro-batches on pipe={pipe}"
+
+
 def _link_reason(loser: Price, winner: Price, axis: str) -> str:
+    if axis == PIPE:
+        return f"{_bubble_of(loser)}; the best grid has {_bubble_of(winner)}"
     if loser.candidate.shape.sizes[axis] == 1:
         return f"{_link(winner, axis)} in the best grid, which alone uses {axis}"
     if winner.candidate.shape.sizes[axis] == 1:
@@ -179,6 +224,8 @@ def assumptions(plan: GridPlan) -> list[str]:
         f"weights are {str(task.parameters).removeprefix('torch.')}, products and messages {task.dtype}; AdamW",
         f"the host, {machine.describe_host(task.host_mode(plan.best.candidate.policy))}",
     ]
+    if any(isinstance(found, PipePrice) for found in plan.ranked):
+        lines.append("a pipeline's stages are simulated one by one, then its schedule with their seconds and messages")
     if machine.uncertain:
         lines.append(f"of the machine {machine.name} these are estimates or fitted: {', '.join(machine.uncertain)}")
     return lines

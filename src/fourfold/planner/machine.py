@@ -540,8 +540,15 @@ class Seconds:
     def _transfer(self, record: Collective) -> TransferCost:
         if record.ranks == 1:
             return TransferCost(0.0, 0.0, 0.0, record.axis, 1.0)
+        if record.op == "receive":  # who sends it pays for it
+            return TransferCost(0.0, 0.0, 0.0, record.axis, 1.0)
         route, launch = self.link(record.axis), self.machine.launch
         host = launch if self.machine.device == "cpu" else 0.0
+        if record.op == "send":
+            latency = launch - host + self._hop_latency(record.axis)
+            return TransferCost(
+                host, latency, record.nbytes / route.bandwidth, CARD if route.crosses else record.axis, 1.0
+            )
         passes = 2 if record.op == "all_reduce" else 1
         ring = (launch - host + passes * route.latency, record.wire_bytes / route.bandwidth)
         tree = (launch - host + route.tree_latency, 2 * record.nbytes / route.bandwidth)
@@ -549,6 +556,12 @@ class Seconds:
         turn = self.machine.turn
         beside = 1 + turn / (fixed + moving) if turn else 1.0
         return TransferCost(host, fixed, moving, CARD if route.crosses else record.axis, beside)
+
+    def _hop_latency(self, axis: str) -> float:
+        """Return the seconds of one hop between neighbours along an axis, of which some may be on different nodes."""
+        route, size = self.link(axis), self.shape.sizes[axis]
+        between = self.machine.between
+        return between.latency if route.crosses and between is not None else route.latency / max(1, size - 1)
 
     def product(self, m: int, k: int, n: int, dtype: str) -> float:
         """Return the seconds of the product [m, k] x [k, n]."""

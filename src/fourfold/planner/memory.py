@@ -7,22 +7,34 @@ The peak is the largest of these moments: the head's product; the loss; the back
 activations exist; of the first layer, when all gradients exist; of the layer at which the reductions in flight reach
 their bound; the embedding's backward; the optimizer step.
 
+A rank along pipe has several micro-batches under way: `peak_memory_of_pipe` adds what they keep to the peak of one.
+
 Bytes are those that torch's allocator hands out. Contexts, communicators and workspaces inside kernels are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import ceil
 from typing import Literal, NamedTuple, cast, get_args
 
-from fourfold.axes import REPLICA
+from fourfold.axes import PIPE, REPLICA
 from fourfold.layout import GATHERED
+from fourfold.models.config import unit_of
 from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
 from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_names
-from fourfold.planner.transformer import ends_program, layers_program
+from fourfold.planner.transformer import (
+    ModelPart,
+    ends_program,
+    layers_program,
+    part_of,
+    recompute_of,
+    whole_model,
+)
+from fourfold.policy import Recompute
+from fourfold.schedule.action import Schedule
 
 PeakMoment = Literal["head", "loss", "backward", "embedding", "optimizer"]
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
@@ -70,8 +82,74 @@ def peak_memory(
 
 def kept_for_backward(sizes: LocalSizes) -> int:
     """Return the bytes that a forward pass of one micro-step leaves for backward."""
-    reading = MemoryReading(sizes)
-    return sum(reading.ends.kept) + reading.kept_by_layers
+    return MemoryReading(sizes).kept
+
+
+def peak_memory_of_pipe(
+    sizes: LocalSizes, schedule: Schedule, *, optimizer_bytes_per_parameter: float = ADAM_NBYTES
+) -> Memory:
+    """Return the peak of a rank that walks its order of a schedule, in a step after the first.
+
+    Every micro-batch under way keeps what its forward pass has left, and from B to W what the products of dw read. The
+    peak is the largest backward pass of one micro-batch on top of all others. Weights that stay gathered beyond a pass
+    are there once, however many micro-batches are under way.
+    """
+    if (gathering := sizes.policy.gather_weights) != "use" and sizes.shape.z > 1:
+        base = replace(sizes, policy=replace(sizes.policy, gather_weights="use", keep_weights=False))
+        once = peak_memory_of_pipe(base, schedule, optimizer_bytes_per_parameter=optimizer_bytes_per_parameter)
+        gathered = _gathered_by_stage(sizes)
+        more = sum(gathered) if gathering == "step" else max(gathered)
+        return replace(once, weights_in_flight=once.weights_in_flight + more)
+    rank, stages = sizes.coords[PIPE], sizes.stages
+    order = schedule.orders[rank]
+    passes, split = (sum(action.kind == kind for action in order) for kind in ("F", "B"))
+    readings = {
+        stage: MemoryReading(
+            sizes,
+            passes,
+            optimizer_bytes_per_parameter,
+            part=part_of(stages, stage),
+            recompute=recompute_of(stages, stage, sizes.policy),
+            split=bool(split),
+        )
+        for stage in stages.of_rank(rank)
+    }
+    memories = {stage: reading.memory() for stage, reading in readings.items()}
+    kept, held = ({stage: getattr(one, what) for stage, one in readings.items()} for what in ("kept", "held"))
+    alive, found = 0, (-1, 0, 0)
+    for kind, stage, _ in order:
+        if kind == "F":
+            alive += kept[stage]
+        elif kind == "W":
+            alive -= held[stage]
+        else:
+            alive -= kept[stage]
+            found = max(found, (memories[stage].total + alive, stage, alive))
+            alive += held[stage] if kind == "B" else 0
+    _, stage, others = found
+    memory = memories[stage]
+    streams = _streams_in_flight(schedule, rank) * sum(half.rest_nbytes for half in sizes.halves)
+    return replace(memory, activations=memory.activations + others, workspace=memory.workspace + streams)
+
+
+def _gathered_by_stage(sizes: LocalSizes) -> list[int]:
+    """Return the bytes of the weights that products read, gathered over z, for each stage of this rank."""
+    layers, stages = sizes.config.layers, sizes.stages
+    units = [stages.units(stage) for stage in stages.of_rank(sizes.coords[PIPE])]
+    names = [name for name, spec in sizes.specs.items() if len(spec.shape) > 1]
+    return [
+        sum(sizes.elements((name,)) for name in names if unit_of(name, layers) in own) * sizes.item for own in units
+    ]
+
+
+def _streams_in_flight(schedule: Schedule, rank: int) -> int:
+    """Return how many streams or their gradients a rank holds only because they travel.
+
+    One message of each lane is received ahead; two gradients of a lane may be on their way out. A stream that is sent
+    is kept for backward anyway.
+    """
+    messages = schedule.messages[rank]
+    return len(messages.receives) + 2 * sum(line[0].kind == "B" for line in messages.sends.values())
 
 
 # --- live bytes through a program, with names instead of sizes
@@ -110,13 +188,16 @@ class LiveBytes:
         """The row of every reduction of weights' gradients, in order."""
         self.kept: list[int] = []
         """The rows of the tensors that exist at the end of forward, by kind."""
+        self.held: list[int] = []
+        """The same before the products of dw, or at the end if none were held back."""
         backward = next(place for place, phase in program.phases if phase == "backward")
+        weights = next((place for place, phase in program.phases if phase == "weights"), -1)
         marks = iter([*program.moments, (len(program.work), "")])
         part, (next_place, next_part) = "", next(marks)
         grows = False
         for place, item in enumerate(program.work):
-            if place == backward:
-                self.kept = [self._matrix.row(live) for live in self._now]
+            if place in (backward, weights):
+                self._keep(held=place == weights)
             while place >= next_place:
                 part, (next_place, next_part) = next_part, next(marks)
             if isinstance(item, AllocOp | FreeOp):
@@ -135,9 +216,15 @@ class LiveBytes:
                     grows = False
                 sent = self.gathers if item.record.op == "all_gather" else self.reductions
                 sent.append(self._matrix.row_of(size))
+        if not self.held:
+            self._keep(held=True)
         self._add(part)
         self.left = self._matrix.row(self._now[KINDS.index("activations")])
         """The row of activations that are not freed with the layers: token ids and tables of rotary positions."""
+
+    def _keep(self, *, held: bool) -> None:
+        rows = [self._matrix.row(live) for live in self._now]
+        self.held, self.kept = (rows, self.kept) if held else (self.held, rows)
 
     def _change(self, size: Term | int, kind: MemoryKind, sign: int) -> None:
         if isinstance(size, Term):
@@ -179,15 +266,15 @@ def _covers(one: dict[int, int], other: dict[int, int]) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def live_layers(structure: Structure) -> LiveBytes:
+def live_layers(structure: Structure, *, split: bool = False) -> LiveBytes:
     """Return the live bytes of layers alone."""
-    return LiveBytes(layers_program(structure, REHEARSED_LAYERS), structure)
+    return LiveBytes(layers_program(structure, REHEARSED_LAYERS, split=split), structure)
 
 
 @lru_cache(maxsize=4096)
-def live_ends(structure: Structure) -> LiveBytes:
-    """Return the live bytes of embedding, head and loss alone."""
-    return LiveBytes(ends_program(structure), structure)
+def live_ends(structure: Structure, *, embedding: bool = True, head: bool = True, split: bool = False) -> LiveBytes:
+    """Return the live bytes of embedding, head and loss alone, or of those that a stage has."""
+    return LiveBytes(ends_program(structure, embedding=embedding, head=head, split=split), structure)
 
 
 # --- weights in flight
@@ -262,18 +349,33 @@ class _Peak(NamedTuple):
 
 
 class MemoryReading:
-    """The memory of one candidate."""
+    """The memory of one candidate while a pass through all of the model, or through one stage of it, runs alone.
 
-    def __init__(self, sizes: LocalSizes, micro_steps: int = 1, optimizer_nbytes: float = ADAM_NBYTES) -> None:
-        self.sizes, self.layers = sizes, sizes.config.layers
-        self.block = _Part(live_layers(structure_of_names(sizes.structure, chunked=False)), sizes)
+    On a grid with a pipe axis, parameters, gradients and optimizer state are those of all stages of the rank.
+    """
+
+    def __init__(
+        self,
+        sizes: LocalSizes,
+        micro_steps: int = 1,
+        optimizer_nbytes: float = ADAM_NBYTES,
+        *,
+        part: ModelPart | None = None,
+        recompute: Recompute | None = None,
+        split: bool = False,
+    ) -> None:
+        """`split`: whether backward holds back the products of dw, which then keep what they read."""
+        self.sizes, self.part, self.split = sizes, part or whole_model(sizes.config.layers), split
+        self.layers = len(self.part.layers)
+        self._blocks = structure_of_names(sizes.structure, recompute=recompute, chunked=False)
+        self.block = _Part(live_layers(self._blocks), sizes)
         self.parameters, item = sizes.parameter_nbytes, sizes.dtype.itemsize
         self.least_gradients = self.parameters if micro_steps > 1 else 0
         """Bytes of gradients that exist from the first micro-step on."""
         self.replicas = sizes.shape.sizes[REPLICA] if sizes.policy.shard_optimizer else 1
         self.optimizer = ceil(sizes.parameters / self.replicas * optimizer_nbytes)
         self.layer_gradients = sizes.layer_shard * item
-        self.head_gradients = sizes.shard_elements((sizes.structure.table,)) * item
+        self.head_gradients = sizes.shard_elements((sizes.structure.table,)) * item if self.part.head else 0
         self.casts = sizes.parameters * sizes.structure.compute_itemsize if sizes.structure.keeps_casts else 0
         """Bytes of cast shards that are kept."""
         self.kept_layer = [nbytes // REHEARSED_LAYERS for nbytes in self.block.kept]
@@ -286,12 +388,40 @@ class MemoryReading:
 
     @cached_property
     def ends(self) -> _Part:
-        return _Part(live_ends(structure_of_names(self.sizes.structure, recompute="none")), self.sizes)
+        return _Part(self._live_ends(split=False), self.sizes)
+
+    def _live_ends(self, *, split: bool) -> LiveBytes:
+        structure = structure_of_names(self.sizes.structure, recompute="none")
+        return live_ends(structure, embedding=self.part.embedding, head=self.part.head, split=split)
+
+    @property
+    def kept(self) -> int:
+        """The bytes that a forward pass leaves for backward."""
+        return sum(self.ends.kept) + self.kept_by_layers
+
+    @property
+    def held(self) -> int:
+        """The bytes that backward leaves for the products of dw; 0 if it runs them itself."""
+        return self._held_by_ends + self.layers * self._held_by_layer
+
+    @cached_property
+    def _held_by_ends(self) -> int:
+        return self._held_in(self._live_ends(split=True)) if self.split else 0
+
+    @cached_property
+    def _held_by_layer(self) -> int:
+        return self._held_in(live_layers(self._blocks, split=True)) // REHEARSED_LAYERS if self.split else 0
+
+    def _held_in(self, live: LiveBytes) -> int:
+        values = live.values(self.sizes)
+        # gradients that are complete by then are counted with those of the rank
+        return sum(values[row] for kind, row in enumerate(live.held) if kind != GRADIENTS)
 
     def _peak(self) -> _Peak:
         """Find the largest moment of the step."""
-        ends, layers, sizes, block = self.ends, self.layers, self.sizes, self.block
-        self.first, embedding = block.begin("first layer"), ends.begin("embedding")
+        ends, layers, sizes, block, part = self.ends, self.layers, self.sizes, self.block, self.part
+        self.first = block.begin("first layer")
+        embedding = ends.begin("embedding") if part.embedding else None
         gathered, reduced = block.moments[self.first].after
         self.cycle, self.reduced = block.gathers[gathered:], block.reductions[reduced:][::-1]
         """The bytes of the gathers of one layer's backward in order, and of its reductions, the latest first."""
@@ -300,15 +430,16 @@ class MemoryReading:
         """The bytes that may be gathered ahead, and those of reductions that may be in flight."""
         # the bounds follow the largest message, as in the runtime's engine
         if travels and overlap.prefetch:
-            self.ahead = overlap.most_in_flight(max(*ends.gathers, *block.gathers))
+            self.ahead = overlap.most_in_flight(max([*ends.gathers, *block.gathers]))
         if travels and overlap.defer:
-            self.behind = overlap.most_in_flight(max(*ends.reductions, *block.reductions))
+            self.behind = overlap.most_in_flight(max([*ends.reductions, *block.reductions]))
         gradients = layers * self.layer_gradients
-        found = [
-            self._largest(ends, 0, embedding, layers=layers, below=layers),
-            self._largest(ends, embedding, None, gradients=gradients, above=layers, ahead=False),
-            *(self._at_layer(done) for done in self._depths()),
-        ]
+        found = [self._at_layer(done) for done in self._depths()]
+        if part.head:
+            found.append(self._largest(ends, 0, embedding, layers=layers, below=layers))
+        if embedding is not None:
+            above = dict(gradients=gradients, above=layers, before=self.held)
+            found.append(self._largest(ends, embedding, None, **above, ahead=False))
         # the optimizer step: all gradients, and this replica's rows of them if the optimizer is sharded
         at_end = self.parameters + (self.parameters // self.replicas if self.replicas > 1 else 0)
         return max(*found, _Peak(at_end, ends, gradients=at_end), key=lambda peak: peak.total)
@@ -337,15 +468,19 @@ class MemoryReading:
     def _depths(self) -> set[int]:
         """Return the numbers of layers done at the moments that may hold the most bytes."""
         last = self.layers - 1
+        if last < 0:
+            return set()
         return {0, min(ceil(self.behind / max(1, sum(self.reduced))), last), last}
 
     def _at_layer(self, done: int) -> _Peak:
         """Find the largest moment of a layer's backward when `done` layers are done."""
-        below, last = self.layers - 1 - done, self.ends.reductions[0] if self.ends.reductions else 0
+        reduced = self.ends.reductions if self.part.head else ()
+        below, last = self.layers - 1 - done, reduced[0] if reduced else 0
         gradients = self.head_gradients + (done - 1) * self.layer_gradients
+        before = self._before_layers + self._held_by_ends + done * self._held_by_layer
         return self._largest(
-            self.block, self.first, None, layers=below, below=below, above=done, before=self._before_layers,
-            gradients=gradients, last=last,
+            self.block, self.first, None, layers=below, below=below, above=done, before=before, gradients=gradients,
+            last=last,
         )  # fmt: skip
 
     @cached_property

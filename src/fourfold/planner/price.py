@@ -12,6 +12,10 @@ was launched before that moment.
 
 A step of many equal layers and micro-steps is periodic. A few layers and up to two micro-steps are simulated; the rest
 repeats what one more layer and one more micro-step took.
+
+A pipeline is simulated in two levels. `unit_totals` plays the programs of small stages by themselves and finds what a
+layer, the embedding and the head take in F, B and W, communication inside the stage included. `schedule.play` then
+plays the schedule with the seconds of its stages and messages.
 """
 
 from __future__ import annotations
@@ -25,15 +29,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fourfold.axes import AXES, REPLICA
+from fourfold.axes import AXES, PIPE, REPLICA
 from fourfold.grid import Shape
+from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig
 from fourfold.planner.machine import CARD, DTYPES, HostMode, Machine, Seconds
-from fourfold.planner.memory import Memory, peak_memory
+from fourfold.planner.memory import Memory, peak_memory, peak_memory_of_pipe
 from fourfold.planner.program import AttentionOp, ComputeOp, LaunchOp, MatmulOp, MemoryOp, Program, WaitOp, Work
 from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.transformer import Flops, flops_per_token, step_program
-from fourfold.policy import Policy
+from fourfold.planner.transformer import (
+    Flops,
+    ModelPart,
+    flops_per_token,
+    optimizer_program,
+    part_of,
+    recompute_of,
+    stage_program,
+    step_program,
+)
+from fourfold.policy import Policy, Recompute
+from fourfold.schedule.play import Played, play
+from fourfold.schedule.stages import Stages
 
 if TYPE_CHECKING:
     from fourfold.planner.trace import DryRun
@@ -299,6 +315,9 @@ def simulate(
             player.links.advance(player.now)
             marks.append((phase, player.totals(player.now)))
         player.play(item, phase)
+    if len(work) in begins:
+        player.links.advance(player.now)
+        marks.append((begins[len(work)], player.totals(player.now)))
     player.finish()
     return Timeline(player.totals(max(player.now, player.links.now)), marks, player.spans)
 
@@ -314,6 +333,18 @@ def chrome_trace(spans: Sequence[TimelineSpan], *, process: str = "planned") -> 
         category = span.phase or "communication"
         place = {"ph": "X", "pid": 0, "tid": tracks.index(span.track)}
         events.append({**place, "name": span.label, "cat": category, **microseconds})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def chrome_trace_of_pipe(played: Played) -> dict[str, Any]:
+    """Return the actions of a schedule in the same format: one process for each pipe rank."""
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(played.spans):
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"pipe rank {rank}"}})
+        for span in spans:
+            microseconds = {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
+            place = {"ph": "X", "pid": rank, "tid": span.action.stage}
+            events.append({**place, "name": str(span.action), "cat": span.action.kind, **microseconds})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -370,10 +401,26 @@ class Candidate:
     """Rows of a (data, z) place in one micro-step."""
     micro_steps: int
 
-    def sizes(self, task: Task, *, layers: int | None = None) -> LocalSizes:
-        """Return the sizes of rank 0, which holds the largest shards; with `layers`, of a model with that many."""
+    def sizes(self, task: Task, *, layers: int | None = None, pipe_rank: int = 0) -> LocalSizes:
+        """Return the sizes of the first rank at a pipe coordinate, which holds the largest shards there.
+
+        With `layers` they are those of a model with that many.
+        """
         config = task.config if layers is None else replace(task.config, layers=layers)
-        return LocalSizes(config, self.shape, self.policy, self.rows, task.seq, task.parameters)
+        rank = self.shape.rank({**dict.fromkeys(AXES, 0), PIPE: pipe_rank}) if pipe_rank else 0
+        return LocalSizes(config, self.shape, self.policy, self.rows, task.seq, task.parameters, rank)
+
+    @property
+    def played_micro_steps(self) -> int:
+        """The micro-batches of a pipeline that are played: enough for its steady state, if its schedule has a name."""
+        if not isinstance(self.policy.schedule, str):
+            return self.micro_steps
+        return min(self.micro_steps, STEADY * self.shape.pipe)
+
+    @property
+    def without_stages(self) -> Candidate:
+        """The same candidate with stages and schedule left open: what a unit of the model takes is the same."""
+        return replace(self, policy=replace(self.policy, stages=None, schedule="auto"), micro_steps=1)
 
 
 class MemoryByKind(Protocol):
@@ -446,11 +493,16 @@ class Price:
 
 
 def memory_of(task: Task, candidate: Candidate) -> Memory:
+    """Return the peak of the device that needs most."""
+    if candidate.shape.pipe > 1:
+        return max(memory_by_pipe_rank(task, candidate), key=lambda memory: memory.total)
     return peak_memory(candidate.sizes(task), micro_steps=candidate.micro_steps)
 
 
 def price(task: Task, candidate: Candidate, *, quick: bool = False) -> Price:
     """Simulate a few layers and micro-steps, and extrapolate to all of them."""
+    if candidate.shape.pipe > 1:
+        return price_pipe(task, candidate)
     layers, (few, more) = task.config.layers, QUICK_LAYERS if quick else CLOSE_LAYERS
     if layers <= more:
         return Price(task, candidate, simulate_layers(task, candidate, layers))
@@ -498,6 +550,262 @@ def timeline(
 @lru_cache(maxsize=128)
 def _program(task: Task, candidate: Candidate, layers: int | None, micro_steps: int) -> Program:
     return step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps)
+
+
+# --- pipelines
+
+
+@dataclass(frozen=True)
+class UnitTotals:
+    """What F, and either B and W or BW, of one micro-batch take in the units of a model.
+
+    A stage takes `fixed` and what its units take. BW may be less than B and W: products of dw run behind messages.
+    """
+
+    fixed: Mapping[str, Totals]
+    layer: Mapping[str, Totals]
+    embedding: Mapping[str, Totals]
+    head: Mapping[str, Totals]
+
+    def stage(self, kind: str, part: ModelPart) -> Totals:
+        """Return what an action of this kind takes in a stage with these units."""
+        if not (part.layers or part.embedding or part.head):
+            return NOTHING
+        found = self.fixed[kind].plus(self.layer[kind], len(part.layers))
+        found = found.plus(self.embedding[kind]) if part.embedding else found
+        return found.plus(self.head[kind]) if part.head else found
+
+    def seconds(self, kind: str, part: ModelPart) -> float:
+        return max(0.0, self.stage(kind, part).seconds)
+
+
+NOTHING = Totals(0.0, 0.0, {}, {})
+STEADY = 3
+"""Micro-batches per pipe rank that are played of a named schedule; further ones add the work of the busiest rank."""
+STAGE_LAYERS = 2, 4
+"""The two numbers of layers of the stages that are simulated; a layer takes half of their difference."""
+STAGE_PASSES = 2
+"""Micro-batches that go through a simulated stage: the second has one before it, and counts."""
+
+
+@lru_cache(maxsize=512)
+def unit_totals(task: Task, candidate: Candidate, recompute: Recompute, *, split: bool) -> UnitTotals:
+    """Simulate small stages of a candidate `without_stages`, and return what each unit takes.
+
+    With `split` backward is B and W, else BW.
+    """
+    few, more = STAGE_LAYERS
+    parts = {
+        "few": ModelPart(range(few), embedding=False, head=False),
+        "more": ModelPart(range(more), embedding=False, head=False),
+        "embedding": ModelPart(range(few), embedding=True, head=False),
+        "head": ModelPart(range(few), embedding=False, head=True),
+    }
+    found = {name: _simulate_stage(task, candidate, part, recompute, split) for name, part in parts.items()}
+    kinds = found["few"].keys()
+    layer = {kind: NOTHING.plus(found["more"][kind].plus(found["few"][kind], -1.0), 1 / (more - few)) for kind in kinds}
+    return UnitTotals(
+        fixed={kind: found["few"][kind].plus(layer[kind], -few) for kind in kinds},
+        layer=layer,
+        **{
+            end: {kind: found[end][kind].plus(found["few"][kind], -1.0) for kind in kinds}
+            for end in ("embedding", "head")
+        },
+    )
+
+
+def _simulate_stage(
+    task: Task, candidate: Candidate, part: ModelPart, recompute: Recompute, split: bool
+) -> dict[str, Totals]:
+    """Return what each kind of action takes in one stage by itself."""
+    sizes = candidate.sizes(task, layers=max(STAGE_LAYERS))
+    program = stage_program(sizes, part, recompute, split=split, passes=STAGE_PASSES)
+    line = simulate(program.work, task.seconds_on(candidate), task.dtype, phases=program.phases)
+    ends = [totals for _, totals in line.marks[1:]]
+    return {
+        action.kind: end.plus(begin, -1.0)
+        for (_, action), (_, begin), end in zip(program.actions, line.marks[:-1], ends, strict=True)
+        if action.micro == STAGE_PASSES - 1
+    }
+
+
+@dataclass(frozen=True)
+class PipePrice(Price):
+    """The price of a candidate with a pipe axis."""
+
+    played: Played
+    """The schedule with the times of its actions."""
+    schedule_name: str
+
+    @cached_property
+    def memories(self) -> list[Memory]:
+        """The peak of every pipe rank."""
+        return memory_by_pipe_rank(self.task, self.candidate)
+
+    @cached_property
+    def memory(self) -> MemoryByKind:
+        return max(self.memories, key=lambda memory: memory.total)
+
+    @property
+    def stages(self) -> Stages:
+        return self.candidate.sizes(self.task).stages
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which the busiest pipe rank waits for others."""
+        return min(self.played.idle) / self.seconds
+
+    def timeline(self) -> Timeline:
+        """Return a few layers of a stage with their spans, to look at."""
+        part = ModelPart(range(min(SHOWN_LAYERS, self.task.config.layers)), embedding=False, head=False)
+        recompute = recompute_of(self.stages, 0, self.candidate.policy)
+        sizes = self.candidate.without_stages.sizes(self.task)
+        program = stage_program(sizes, part, recompute, split=False, passes=1)
+        seconds = self.task.seconds_on(self.candidate)
+        return simulate(program.work, seconds, self.task.dtype, phases=program.phases, trace=True)
+
+
+def memory_by_pipe_rank(task: Task, candidate: Candidate) -> list[Memory]:
+    """Return the peak of every pipe rank."""
+    schedule = candidate.sizes(task).schedule(candidate.played_micro_steps)
+    return [
+        peak_memory_of_pipe(candidate.sizes(task, pipe_rank=rank), schedule) for rank in range(candidate.shape.pipe)
+    ]
+
+
+def price_pipe(task: Task, candidate: Candidate) -> PipePrice:
+    """Price a candidate with a pipe axis: its stages one by one, then its schedule."""
+    sizes = candidate.sizes(task)
+    stages, schedule = sizes.stages, sizes.schedule(candidate.played_micro_steps)
+    times = candidate.micro_steps / schedule.micro_steps
+    costs = StageCosts(task, candidate, stages, split=not any(action.kind == "BW" for action in schedule.orders[0]))
+    played = play(schedule, costs.seconds(), costs.hop)
+    late = costs.late_parameters(played) + costs.late_sums(played)
+    rank = max(range(stages.pipe), key=lambda each: played.work[each])
+    work = NOTHING
+    for kind, stage, _ in schedule.orders[rank]:
+        work = work.plus(costs.stage(kind, stage), times)
+    ending = costs.optimizer()
+    waits = played.makespan - played.work[rank]
+    exposed = {axis: max(0.0, seconds) for axis, seconds in work.exposed.items()}
+    sent = sum(len(line) for line in schedule.messages[rank].sends.values())
+    copies, steady = costs.copies(), (times - 1) * played.work[rank]
+    totals = Totals(
+        played.makespan + steady + late + copies + ending.seconds,
+        work.compute + ending.compute,
+        {**work.link, PIPE: times * sent * costs.hop + copies, REPLICA: costs.over_replicas_of(rank)},
+        {**exposed, PIPE: waits + copies, REPLICA: exposed.get(REPLICA, 0.0) + late},
+        work.host + ending.host,
+    )
+    name = candidate.policy.schedule
+    return PipePrice(task, candidate, totals, played, name if isinstance(name, str) else "found")
+
+
+class StageCosts:
+    """What the stages of a candidate take, each by itself."""
+
+    def __init__(self, task: Task, candidate: Candidate, stages: Stages, *, split: bool) -> None:
+        """`split`: whether the schedule has B and W, or BW."""
+        self.task, self.candidate, self.stages = task, candidate, stages
+        self.kinds = ("F", "B", "W") if split else ("F", "BW")
+        self.units = {
+            kind: unit_totals(task, candidate.without_stages, kind, split=split)
+            for kind in {recompute_of(stages, stage, candidate.policy) for stage in range(len(stages.placement))}
+        }
+        self.prices, self.sizes = task.seconds_on(candidate), candidate.sizes(task)
+        self.stream_nbytes = sum(half.rest_nbytes for half in self.sizes.halves)
+
+    def stage(self, kind: str, stage: int) -> Totals:
+        """Return what an action takes."""
+        recompute = recompute_of(self.stages, stage, self.candidate.policy)
+        return self.units[recompute].stage(kind, part_of(self.stages, stage))
+
+    def seconds(self) -> dict[str, list[float]]:
+        """Return the seconds of F, B and W of every stage; all of BW counts as B."""
+        every = range(len(self.stages.placement))
+        found = {kind: [max(0.0, self.stage(kind, stage).seconds) for stage in every] for kind in self.kinds}
+        return {"W": [0.0] * len(every), **{"B" if kind == "BW" else kind: times for kind, times in found.items()}}
+
+    @cached_property
+    def hop(self) -> float:
+        """The seconds of a message between stages."""
+        record = Collective("send", PIPE, self.stream_nbytes, self.candidate.shape.pipe, "stream")
+        return self.prices.collective(record)
+
+    def _over_replicas(self, op: Op, nbytes: int) -> float:
+        replicas = self.candidate.shape.sizes[REPLICA]
+        return self.prices.collective(Collective(op, REPLICA, nbytes, replicas, "")) if replicas > 1 else 0.0
+
+    def over_replicas_of(self, rank: int) -> float:
+        """Return the seconds in which a pipe rank's gradients and parameters travel between replicas in a step."""
+        nbytes = self._parameter_nbytes(self.stages.of_rank(rank))
+        shards = self.candidate.policy.shard_optimizer
+        ops: tuple[Op, ...] = ("reduce_scatter", "all_gather") if shards else ("all_reduce",)
+        return sum(self._over_replicas(op, nbytes) for op in ops)
+
+    def late_sums(self, played: Played) -> float:
+        """Return for how much longer a step takes because its gradients are summed over replicas.
+
+        A rank waits for its sums when it has sent everything, so those of a rank that is ready early run while others
+        still work.
+        """
+        orders = zip(played.schedule.orders, played.ends, strict=True)
+        ready = max(ends[-1] + self._late_sum(order[-1].stage) for order, ends in orders)
+        return max(0.0, ready - played.makespan)
+
+    def _late_sum(self, stage: int) -> float:
+        """Return the seconds of the sums of a stage's gradients that its last backward pass does not hide."""
+        policy, nbytes = self.candidate.policy, self._parameter_nbytes((stage,))
+        op: Op = "reduce_scatter" if policy.shard_optimizer else "all_reduce"
+        # nothing runs behind the last bucket, which is the table where the stage has it
+        left = self._table_nbytes if self.stages.has_embedding(stage) else min(nbytes, policy.bucket_bytes)
+        whole, last = (self._over_replicas(op, each) for each in (nbytes, left))
+        if not policy.overlap.reduce_early:
+            return whole
+        backward = sum(self.stage(kind, stage).seconds for kind in self.kinds[1:])
+        layers = max(1, len(self.stages.layers_of(stage)))
+        hidden = backward * (1 - 0.5 / layers)  # the first gradients come in the middle of the first layer
+        slower = (1 - 1 / self.prices.machine.contention) * min(whole, backward)
+        return max(last, whole - hidden) + slower
+
+    @property
+    def _table_nbytes(self) -> int:
+        """The bytes of a rank's shard of the embedding's table."""
+        return self.sizes.shard_elements(("embedding.weight",)) * self.sizes.dtype.itemsize
+
+    def copies(self) -> float:
+        """Return the seconds in which two pipe ranks exchange the gradient of a tied table."""
+        placement, shape = self.stages.placement, self.candidate.shape
+        if not self.task.config.tied or placement[0] == placement[-1]:
+            return 0.0
+        parts = shape.sizes[REPLICA] if self.candidate.policy.shard_optimizer else 1
+        return self.prices.collective(Collective("send", PIPE, self._table_nbytes // parts, shape.pipe, ""))
+
+    def late_parameters(self, played: Played) -> float:
+        """Return for how long the step waits for parameters that a sharded optimizer gathers when it begins.
+
+        With several micro-batches a rank begins when it has all of them: the count of targets queues behind them.
+        """
+        if not self.candidate.policy.shard_optimizer or self.candidate.shape.sizes[REPLICA] == 1:
+            return 0.0
+        late = [0.0]
+        for rank, (starts, ends) in enumerate(zip(played.starts, played.ends, strict=True)):
+            gathered = self._over_replicas("all_gather", self._parameter_nbytes(self.stages.of_rank(rank)))
+            late.append(gathered - (starts if self.candidate.micro_steps > 1 else ends)[0])
+        return max(late)
+
+    def _parameter_nbytes(self, own: Sequence[int]) -> int:
+        """Return the bytes of this rank's shards of the parameters of some stages."""
+        parts = [part_of(self.stages, stage) for stage in own]
+        layers = sum(len(part.layers) for part in parts)
+        embedding, head = (any(getattr(part, end) for part in parts) for end in ("embedding", "head"))
+        return self.sizes.units_nbytes(layers, embedding=embedding, head=head)
+
+    def optimizer(self) -> Totals:
+        """Return what the norm of the gradients and the optimizer take on the rank that has most parameters."""
+        heaviest = max(range(self.stages.pipe), key=lambda rank: self._parameter_nbytes(self.stages.of_rank(rank)))
+        program = optimizer_program(self.candidate.sizes(self.task, pipe_rank=heaviest))
+        return simulate(program.work, self.prices, self.task.dtype).totals
 
 
 # --- models that a function builds

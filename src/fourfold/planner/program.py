@@ -17,19 +17,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from fourfold.axes import AXES, REPLICA
+from fourfold.axes import PIPE, REPLICA
 from fourfold.engine import Awaited, Engine
 from fourfold.gradients import Bucket
 from fourfold.layout import GATHERED
 from fourfold.ledger import Collective, Op, joint_label
 from fourfold.planner.sizes import LocalSizes, part
+from fourfold.schedule.action import Action
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +155,8 @@ class Program:
     phases: list[tuple[int, str]]
     moments: list[tuple[int, str]] = field(default_factory=list)
     """The places at which parts of the model begin that may set the memory peak, in a program with memory."""
+    actions: list[tuple[int, Action]] = field(default_factory=list)
+    """The places at which the actions of a pipeline's schedule begin; empty without a pipe axis."""
 
     @property
     def records(self) -> list[Collective]:
@@ -164,6 +167,18 @@ class Program:
     def flops(self) -> int:
         """The FLOPs of products and attention, including those that run twice."""
         return sum(item.flops for item in self.work if isinstance(item, MatmulOp | AttentionOp))
+
+
+def lane_of(record: Collective, two_lanes: Sequence[str]) -> str:
+    """Return the communicator of a collective: along `two_lanes` gathers and reductions have one each.
+
+    Along pipe, what a rank sends and what it receives do not wait for each other, nor for sums over its ranks.
+    """
+    if record.axis == PIPE:
+        return f"{PIPE} {record.op if record.op in ('send', 'receive') else 'reduce'}"
+    if record.axis not in two_lanes:
+        return record.axis
+    return f"{record.axis} {'gather' if record.op == 'all_gather' else 'reduce'}"
 
 
 # --- the rehearsal
@@ -229,14 +244,13 @@ class Rehearsal:
         self.work: list[Work] = []
         self.phases: list[tuple[int, str]] = []
         self.moments: list[tuple[int, str]] = []
+        self.actions: list[tuple[int, Action]] = []
         self.engine = Engine(
             sizes.policy.overlap,
             flights=self.structure.over_x or self.structure.over_y,
             in_backward=lambda: self._backward,
         )
-        two = () if memory else sizes.shape.two_lanes
-        self._gathers = {axis: f"{axis} gather" if axis in two else axis for axis in AXES}
-        self._reduces = {axis: f"{axis} reduce" if axis in two else axis for axis in AXES}
+        self._two_lanes = () if memory else sizes.shape.two_lanes
         self._gatherings: dict[Hashable, PlannedGather] = {}
         self.cast: set[str] = set()
         """The parameters whose casts this pass has made and keeps."""
@@ -255,6 +269,11 @@ class Rehearsal:
     def enter_phase(self, name: str) -> None:
         self.phases.append((len(self.work), name))
 
+    def enter_action(self, action: Action) -> None:
+        """Begin an action of a pipeline's schedule."""
+        self.actions.append((len(self.work), action))
+        self.enter_phase("forward" if action.kind == "F" else "backward")
+
     def enter_part(self, name: str) -> None:
         """Begin a phase in a rehearsal of memory, which tells apart the work that is left out if more is kept."""
         if self.memory:
@@ -267,8 +286,7 @@ class Rehearsal:
     def launch(self, records: Records) -> PlannedWait:
         flights: list[int] = []
         for record in () if self.silent else records():
-            lane = self._gathers if record.op == "all_gather" else self._reduces
-            self.work.append(LaunchOp(self._flights, record, lane[record.axis]))
+            self.work.append(LaunchOp(self._flights, record, lane_of(record, self._two_lanes)))
             flights.append(self._flights)
             self._flights += 1
         return PlannedWait(self.work, flights)
@@ -303,18 +321,50 @@ class Rehearsal:
     def on_backward(self, run: Callable[[], None], *, reads: bool = True) -> None:
         self._tape.append(_Node(run, reads))
 
-    def run_backward(self, *, accumulating: bool = False) -> None:
-        """Run the backward of all operations, the latest first as autograd does, then finish what is in flight."""
+    def begin_step(self, passes: int, *, until_end_step: bool = False) -> None:
+        """Announce the passes of a step, whose gradients are summed over ranks once (`Gradients.begin_step`)."""
+        if self.gradients is not None:
+            self.gradients.begin(passes, until_end_step=until_end_step)
+
+    def begin_forward(self, kind: Hashable) -> None:
+        """Begin a forward pass; passes of one kind use the same weights in the same order."""
+        self.cast.clear()
+        if self.gradients is not None:
+            self.gradients.begin_forward()
+        self.engine.begin(kind)
+
+    def take_tape(self) -> list[_Node]:
+        """Return the backward of all operations since the last call, for a pass whose backward runs later."""
+        tape, self._tape = self._tape, []
+        return tape
+
+    def run_backward(
+        self, tape: list[_Node] | None = None, *, hold: Hashable = None, has_parameters: bool = True
+    ) -> None:
+        """Run the backward of all operations, the latest first as autograd does, then finish what is in flight.
+
+        With `hold` the products of dw are held back under that key until `run_held`, which ends the pass. A pass
+        without parameters has nothing to finish, and nobody notes its end.
+        """
+        nodes = self._tape if tape is None else tape
         self._backward = True
-        if self.gradients is not None:
-            self.gradients.begin(accumulating=accumulating)
-        while self._tape:
-            self._tape.pop().run()
-        # queued products of dw and deferred reductions are still backward's work, so finish them before it ends
-        self.engine.finish_backward()
+        with nullcontext() if hold is None else self.engine.wgrad_queue.holding(hold):
+            while nodes:
+                nodes.pop().run()
+            # queued products of dw and deferred reductions are still backward's work, so finish them before it ends
+            if has_parameters:
+                self.engine.finish_backward()
         self._backward = False
+        self.cast.clear()
+        if self.gradients is not None and hold is None and has_parameters:
+            self.gradients.end_pass()
+
+    def run_held(self, key: Hashable) -> None:
+        """Run the products that were held back under this key, and end their backward pass."""
+        self.engine.wgrad_queue.run_held(key)
+        self.engine.deferred.wait_all()
         if self.gradients is not None:
-            self.gradients.finish()
+            self.gradients.end_pass()
 
     def run_twice(self, function: Callable[[], T]) -> T:
         """Run a function now, and again before the first part of its backward that reads a kept tensor."""
@@ -566,14 +616,18 @@ class GradientMessages:
         self.host, self.sizes = host, host.sizes
         self.buckets = host.sizes.buckets()
         self._expected: Counter[str] = Counter()
-        self._accumulating = False
+        self._to_begin = self._to_finish = 0  # forward and backward passes that are left of the step
         self._sums: list[tuple[Bucket, Iterator[str], PlannedWait]] = []
         self._todo: list[Bucket] = []
         self._arriving: dict[str, PlannedWait] = {}
 
-    def begin(self, *, accumulating: bool) -> None:
-        self._accumulating = accumulating
+    def begin(self, passes: int, *, until_end_step: bool) -> None:
+        """Begin a step of so many passes, which ends with the last of them or with `end_step`."""
+        self._to_begin, self._to_finish = passes, passes + until_end_step
         self._todo = self.buckets[::-1]  # a stack: all ranks launch buckets in this one order
+
+    def begin_forward(self) -> None:
+        self._to_begin = max(0, self._to_begin - 1)
 
     def expect(self, names: Sequence[str]) -> None:
         """Count one gradient of each parameter that is to come."""
@@ -583,7 +637,7 @@ class GradientMessages:
         """Take gradients that are complete on this rank, and launch the buckets that this completes."""
         for name in names:
             self._expected[name] -= 1
-            if self._accumulating or not self.host.policy.overlap.reduce_early:
+            if self._to_begin or not self.host.policy.overlap.reduce_early:
                 continue
             # only the next bucket may be launched, even if a later one is complete: ranks must agree on the order
             while self._todo and not any(self._expected[name] for name in self._todo[-1].names):
@@ -606,10 +660,20 @@ class GradientMessages:
             elements += part(parameter.rows, replicas, 0) * replicas * parameter.row
         return self.sizes.message(op, REPLICA, elements * self.sizes.dtype.itemsize, label)
 
-    def finish(self) -> None:
-        """End a backward pass: launch the buckets that are left, one axis after another, and wait for all of them."""
-        if self._accumulating:  # the last micro-step's backward sums the gradients of all of them
-            return
+    def end_pass(self) -> None:
+        """End a backward pass; the last one of a step completes the gradients of all."""
+        self._to_finish -= 1
+        if not self._to_finish:
+            self._complete()
+
+    def end_step(self) -> None:
+        """Complete the gradients of a step that was announced to end here."""
+        if self._to_finish > 0:
+            self._to_finish = 0
+            self._complete()
+
+    def _complete(self) -> None:
+        """Launch the buckets that are left, one axis after another, and wait for all of them."""
         while self._todo:
             self._open(self._todo.pop())
         while self._sums:

@@ -1,10 +1,13 @@
-"""The search: find the fastest grids, rank orders and policies to train a model on a number of devices.
+"""The search: find the fastest grids, rank orders, pipelines and policies to train a model on a number of devices.
 
 Every factorisation of the number of devices is considered, not only powers of two. A grid that does not fit the model,
 the batch or the memory is refused with the reason. All candidates are estimated (estimate.py). The first few of each
 grid that fit into memory are simulated (price.py), grid by grid in the order of their estimates. If there are few
 candidates, those in other activation modes and rank orders are simulated too. A grid that was not simulated shows its
 estimate and says so.
+
+Grids with a pipe axis are estimated with the busiest stage and the bubble of the best number of chunks. Those that are
+simulated get stages and a schedule (pipe.py); a schedule of its own is searched only for the best few.
 """
 
 from __future__ import annotations
@@ -22,11 +25,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fourfold.axes import AXES, REPLICA
+from fourfold.axes import CUTS, PIPE, REPLICA
 from fourfold.planner.estimate import FRUGAL, LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import Machine, Route, Seconds
 from fourfold.planner.memory import Memory, MemoryReading
-from fourfold.planner.price import Candidate, Price, Task, TracedPrice, memory_of, price, price_dry_run
+from fourfold.planner.pipe import MOST_PIPE, best_pipeline, rough_pipeline, too_large
+from fourfold.planner.price import (
+    Candidate,
+    Price,
+    Task,
+    TracedPrice,
+    memory_by_pipe_rank,
+    memory_of,
+    price,
+    price_dry_run,
+)
 from fourfold.policy import Activations, Policy
 from fourfold.shape import Shape, shapes_of
 
@@ -48,6 +61,13 @@ CLOSER_LOOK = 3
 """The number of the best grids for which further candidates are simulated."""
 PER_GRID = 3
 """The number of candidates of such a grid that are simulated."""
+PRICED_PIPELINES = 12
+"""The most grids with a pipe axis that are simulated, one candidate each: that takes five times as long as another."""
+SEARCHED_PIPELINES = 5
+"""The number of the best of them for which other numbers of chunks are priced, and a schedule is searched."""
+MANY_DEVICES, WIDE_NODES = 512, 4
+"""From this many devices on, grids whose x and y, or z, span more than so many nodes are not combined with pipe: stages
+are there to keep these axes short. Pipelines then have sharded activations only, which nearly always win."""
 LOSS_CHUNK = 2048
 """Tokens per chunk of the logits, if the logits of all tokens do not fit."""
 MOST_TOKENS = 1 << 16
@@ -66,6 +86,9 @@ class Space:
     policies: tuple[Policy, ...] | None = None
     micro_steps: tuple[int, ...] | None = None
     orders: tuple[tuple[str, ...], ...] | None = None
+    axes: tuple[str, ...] = CUTS
+    """The axes of the grids that are considered, unless `shapes` names them; with AXES there are pipelines among
+    them."""
 
 
 class Refused(NamedTuple):
@@ -247,6 +270,13 @@ def _links(machine: Machine, shape: Shape) -> tuple[Route, ...]:
 # --- all grids
 
 
+def orders_of(*, pipelines: bool) -> tuple[tuple[str, ...], ...]:
+    """Return the rank orders to consider: pipe varies slowest, or next to slowest where replicas lie further apart."""
+    every = list(permutations(CUTS))
+    near = [(*order[:-1], PIPE, REPLICA) for order in every if order[-1] == REPLICA]
+    return *((*order, PIPE) for order in every), *(near if pipelines else ())
+
+
 class _Search:
     def __init__(self, task: Task, devices: int, space: Space, top: int) -> None:
         self.task, self.space, self.top = task, space, top
@@ -257,23 +287,29 @@ class _Search:
         candidates = list(self._candidates())
         if not candidates:
             return self.plan
-        orders = self.space.orders or tuple(permutations(AXES))
-        estimates = Estimates(self.task, Cells(self.task, candidates), orders)
-        levers = torch.tensor([[self._allowed(one, lever) for lever in LEVERS] for one in candidates])
-        seconds = estimates.seconds.masked_fill(~levers[:, :, None], torch.inf)
-        self.plan.candidates = int(seconds.isfinite().sum())
-        by_grid: dict[tuple[int, ...], list[int]] = {}
-        for index, candidate in enumerate(candidates):
-            by_grid.setdefault(tuple(candidate.shape.sizes.values()), []).append(index)
-        grids = [
-            GridCandidates([candidates[index] for index in indices], seconds[indices], orders, self._fit)
-            for indices in by_grid.values()
-        ]
+        grids: list[GridCandidates] = []
+        for pipelines in (False, True):
+            grids += self._estimate([one for one in candidates if (one.shape.pipe > 1) is pipelines], pipelines)
         # a large search spends its time on estimates, a small one on simulations
         effort = SIMULATIONS - self.plan.candidates // ESTIMATES_PER_SIMULATION
         found = self._fitting(grids, max(self.top, SIMULATED_GRIDS, len(grids) // SIMULATED_SHARE, effort // PER_GRID))
         self._rank(found, effort - len(found))
         return self.plan
+
+    def _estimate(self, candidates: Sequence[Candidate], pipelines: bool) -> Iterator[GridCandidates]:
+        """Estimate all candidates, and yield their grids."""
+        if not candidates:
+            return
+        orders = self.space.orders or orders_of(pipelines=pipelines)
+        estimates = Estimates(self.task, Cells(self.task, candidates), orders)
+        levers = torch.tensor([[self._allowed(one, lever) for lever in LEVERS] for one in candidates])
+        seconds = estimates.seconds.masked_fill(~levers[:, :, None], torch.inf)
+        self.plan.candidates += int(seconds.isfinite().sum())
+        by_grid: dict[tuple[int, ...], list[int]] = {}
+        for index, candidate in enumerate(candidates):
+            by_grid.setdefault(tuple(candidate.shape.sizes.values()), []).append(index)
+        for indices in by_grid.values():
+            yield GridCandidates([candidates[index] for index in indices], seconds[indices], orders, self._fit)
 
     def _fitting(self, grids: list[GridCandidates], many: int) -> list[GridCandidates]:
         """Return this many grids with a candidate that fits, in the order of its estimate; refuse those without one."""
@@ -284,17 +320,30 @@ class _Search:
         ]
         heapify(waiting)
         found: list[GridCandidates] = []
+        later: list[tuple[float, int]] = []
+        pipelines = 0
         while waiting and len(found) < many:
-            _, place = heappop(waiting)
-            if grids[place].try_next():
-                found.append(grids[place])
-            elif grids[place].estimate < inf:  # its next candidate is slower: other grids may come first now
-                heappush(waiting, (grids[place].estimate, place))
-        self.plan.waiting = [grids[place] for _, place in sorted(waiting)]
+            estimate, place = heappop(waiting)
+            grid = grids[place]
+            if grid.shape.pipe > 1 and pipelines == PRICED_PIPELINES:
+                later.append((estimate, place))
+            elif grid.try_next():
+                found.append(grid)
+                pipelines += grid.shape.pipe > 1
+            elif grid.estimate < inf:  # its next candidate is slower: other grids may come first now
+                heappush(waiting, (grid.estimate, place))
+            elif grid.shape.pipe > 1:
+                self._refuse(grid)
+        self.plan.waiting = [grids[place] for _, place in sorted([*waiting, *later])]
         return found
 
     def _refused(self, grid: GridCandidates) -> bool:
-        """Refuse a grid if even its smallest candidate exceeds the memory, and say by how much."""
+        """Refuse a grid if even its smallest candidate exceeds the memory, and say by how much.
+
+        The memory of a pipeline takes long to compute, so it is refused only when its turn comes and nothing fits.
+        """
+        if grid.shape.pipe > 1:
+            return False
         fewest = min(candidate.rows for candidate in grid.candidates)
         frugal = []
         for candidate in grid.candidates:
@@ -302,10 +351,19 @@ class _Search:
                 frugal.append(self._least(candidate))
                 if frugal[-1].total <= self.limit:
                     return False
-        least = min(frugal, key=lambda memory: memory.total)
-        reason = f"needs {describe_memory(least)} of {self.limit / GIB:.1f} GiB at the least"
-        self.plan.refused.append(Refused(grid.shape, reason, least.total - self.limit))
+        self._refuse(grid, min(frugal, key=lambda memory: memory.total))
         return True
+
+    def _refuse(self, grid: GridCandidates, least: Memory | None = None) -> None:
+        where = ""
+        if least is None:
+            fewest = min(grid.candidates, key=lambda candidate: candidate.rows)
+            policy = fewest.policy if self.space.policies else FRUGAL.on(fewest.policy)
+            memories = memory_by_pipe_rank(self.task, rough_pipeline(self.task, replace(fewest, policy=policy)))
+            least = max(memories, key=lambda memory: memory.total)
+            where = f" on pipe rank {memories.index(least)}"
+        reason = f"needs {describe_memory(least)} of {self.limit / GIB:.1f} GiB at the least{where}"
+        self.plan.refused.append(Refused(grid.shape, reason, max(0, least.total - self.limit)))
 
     def _rank(self, grids: Sequence[GridCandidates], others: int) -> None:
         """Simulate the first candidate of each grid, further ones of the best grids, and `others` in other modes and
@@ -314,11 +372,14 @@ class _Search:
         first.sort(key=lambda found: found[0].seconds)
         prices = {id(grid): [best] for best, grid in first}
         for _, grid in first[:CLOSER_LOOK]:
+            if grid.shape.pipe > 1:
+                continue
             while len(grid.found) < PER_GRID and grid.estimate < inf:
                 grid.try_next()
             prices[id(grid)] += [self._price(candidate) for candidate in grid.found[1:]]
         if others > 0:
-            further = [(one, grid) for grid in grids for one in grid.elsewhere(self.task.machine)]
+            plain = [grid for grid in grids if grid.shape.pipe == 1]
+            further = [(one, grid) for grid in plain for one in grid.elsewhere(self.task.machine)]
             further.sort(key=lambda found: found[0].seconds)
             for one, grid in further[:others]:
                 prices[id(grid)].append(self._price(one))
@@ -326,24 +387,52 @@ class _Search:
             (min(of_grid, key=lambda found: found.seconds) for of_grid in prices.values()),
             key=lambda found: found.seconds,
         )
+        pipelines = [found for found in ranked if found.candidate.shape.pipe > 1]
+        plain = [found for found in ranked if found.candidate.shape.pipe == 1]
         shown = max(self.top, SHOWN)
-        self.plan.ranked = sorted(
-            (price(self.task, found.candidate) for found in ranked[:shown]), key=lambda found: found.seconds
-        )
+        closely = [price(self.task, found.candidate) for found in plain[:shown]]
+        # a first look prices 1F1B alone, so the best pipelines get another, however slow they seem
+        closely += map(self._improve, pipelines[:SEARCHED_PIPELINES])
+        closely += pipelines[SEARCHED_PIPELINES:]
+        self.plan.ranked = sorted(closely, key=lambda found: found.seconds)[:shown]
         sizes = [found.candidate.shape.sizes for found in self.plan.ranked]
         self.plan.waiting = [grid for _, grid in first if grid.shape.sizes not in sizes] + self.plan.waiting
 
+    def _improve(self, found: Price) -> Price:
+        """Return a pipeline with the best number of chunks and schedule."""
+        if self._keeps_stages():
+            return found
+        most = FRUGAL.recompute if self.space.policies is None else None
+        return best_pipeline(self.task, self._open(found.candidate), self.limit, searches=True, most=most) or found
+
     def _price(self, found: Estimated) -> Price:
         self.plan.simulated += 1
-        return price(self.task, found.candidate, quick=True)
+        candidate = found.candidate
+        if candidate.shape.pipe > 1 and not self._keeps_stages():
+            # what fits with one chunk and 1F1B may not fit with the cuts of the simulation: then those stay
+            chosen = best_pipeline(self.task, self._open(candidate), self.limit, searches=False)
+            return chosen or price(self.task, candidate)
+        return price(self.task, candidate, quick=True)
+
+    def _keeps_stages(self) -> bool:
+        """Return whether the given policies say how the model is cut into stages or in which order ranks work."""
+        given = self.space.policies or ()
+        return any(policy.stages is not None or policy.schedule != "auto" for policy in given)
+
+    @staticmethod
+    def _open(candidate: Candidate) -> Candidate:
+        return replace(candidate, policy=replace(candidate.policy, stages=None, schedule="auto"))
 
     # --- what there is to choose from
 
     def _candidates(self) -> Iterator[Candidate]:
         """Yield every grid in each activation mode with each number of rows; refuse grids that cut nothing evenly."""
         task = self.task
-        for shape in self.space.shapes or shapes_of(self.plan.devices):
+        for shape in self.space.shapes or shapes_of(self.plan.devices, axes=self.space.axes):
             places = shape.places
+            if reason := self._why_no_pipe(shape):
+                self.plan.refused.append(Refused(shape, reason))
+                continue
             if task.rows % places:
                 why = f"data*z = {places} places do not divide a batch of {task.rows} rows"
                 self.plan.refused.append(Refused(shape, why))
@@ -355,7 +444,7 @@ class _Search:
                     what, value, _, axes = misfit
                     misfits[policy.activations] = f"{what}={value} is not divisible by {axes}"
                     continue
-                possible = list(self._rows(task.rows // places))
+                possible = list(self._rows(task.rows // places, shape.pipe))
                 if not possible:
                     rows, steps = task.rows // places, self.space.micro_steps
                     misfits[policy.activations] = f"{rows} rows of a place cannot be cut into {steps} micro-steps"
@@ -368,16 +457,30 @@ class _Search:
         """Return one policy for each activation mode where the two differ; levers are added to it."""
         if self.space.policies is not None:
             return self.space.policies
-        modes: tuple[Activations, ...] = ("sharded", "replicated") if shape.x * shape.y > 1 else ("sharded",)
+        both = shape.x * shape.y > 1 and (shape.pipe == 1 or shape.world < MANY_DEVICES)
+        modes: tuple[Activations, ...] = ("sharded", "replicated") if both else ("sharded",)
         base = Policy(compute_dtype=self.task.compute, shard_optimizer=True, even_tokens=True)
         return [replace(base, activations=mode) for mode in modes]
 
-    def _rows(self, rows: int) -> Iterator[int]:
+    def _why_no_pipe(self, shape: Shape) -> str:
+        """Return why a grid with a pipe axis is not considered; empty if it is."""
+        if shape.pipe == 1:
+            return ""
+        units, wide = self.task.config.layers + 2, WIDE_NODES * self.task.machine.devices_per_node
+        if shape.world >= MANY_DEVICES and (shape.x * shape.y > wide or shape.z > wide):
+            return f"x*y={shape.x * shape.y} or z={shape.z} has more than {wide} ranks, so pipe is not worth trying"
+        if shape.pipe > units:
+            return f"pipe={shape.pipe} ranks for {units} units: {self.task.config.layers} layers, embedding and head"
+        return f"pipe={shape.pipe} is more than {MOST_PIPE}" if shape.pipe > MOST_PIPE else ""
+
+    def _rows(self, rows: int, pipe: int) -> Iterator[int]:
+        """Yield the possible rows of a micro-step; a pipeline has at least as many micro-steps as ranks if it can."""
         if self.space.micro_steps is not None:
             yield from (rows // steps for steps in self.space.micro_steps if rows % steps == 0)
             return
         most = max(1, MOST_TOKENS // self.task.seq)
-        yield from (each for each in range(1, rows + 1) if rows % each == 0 and (each <= most or each == rows))
+        enough = max(1, rows // pipe)
+        yield from (each for each in range(1, enough + 1) if rows % each == 0 and (each <= most or each == rows))
 
     def _allowed(self, candidate: Candidate, lever: Lever) -> bool:
         """Leave out levers that change nothing on this grid; where policies are given, take theirs alone."""
@@ -394,11 +497,26 @@ class _Search:
     def _fit(self, candidate: Candidate, lever: Lever) -> Candidate | None:
         """Return the candidate with the lever if it fits, with logits in chunks if it fits only then."""
         wanted = replace(candidate, policy=lever.on(candidate.policy))
+        if wanted.shape.pipe > 1:
+            return self._fit_pipe(wanted)
         reading = MemoryReading(wanted.sizes(self.task), wanted.micro_steps)
         if reading.least > self.limit:
             return None  # this is quick, and it is the answer for most candidates that do not fit
         tried, memory = self._frugal(wanted, reading)
         return tried if memory.total <= self.limit else None
+
+    def _fit_pipe(self, wanted: Candidate) -> Candidate | None:
+        """Return a candidate with a pipe axis if a first look says that it fits, with logits in chunks if need be."""
+        laid = wanted if self._keeps_stages() else rough_pipeline(self.task, wanted)
+        rank = too_large(self.task, laid, self.limit)
+        if rank is None:
+            return laid
+        # only the last rank has logits
+        in_chunks = rank == laid.shape.pipe - 1 and laid.rows * self.task.seq > LOSS_CHUNK
+        if self.space.policies is not None or not in_chunks:
+            return None
+        chunked = replace(laid, policy=replace(laid.policy, loss_chunk=LOSS_CHUNK))
+        return chunked if too_large(self.task, chunked, self.limit) is None else None
 
     def _frugal(self, candidate: Candidate, reading: MemoryReading | None = None) -> tuple[Candidate, Memory]:
         """Return a candidate and its memory; if it does not fit, without kept casts, else with logits in chunks."""

@@ -26,22 +26,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.axes import AXES, BATCH, REPLICA
+from fourfold.axes import BATCH, CUTS, PIPE, REPLICA
 from fourfold.engine import Overlap
-from fourfold.gradients import Bucket, fill_buckets
+from fourfold.gradients import Bucket, OwingGradient, bucket_unit, fill_buckets
 from fourfold.grid import Grid, Shape
 from fourfold.layout import GATHERED, Spec, logits_columns
 from fourfold.ledger import Collective, Op
-from fourfold.models.config import ModelConfig, halves_of
+from fourfold.models.config import ModelConfig, halves_of, unit_of
 from fourfold.models.transformer import Transformer
 from fourfold.nn.embedding import looks_up_in_place
 from fourfold.nn.layer import specs_of
 from fourfold.policy import Activations, Policy, Recompute
+from fourfold.schedule.action import Schedule
+from fourfold.schedule.choose import FOUND, choose
+from fourfold.schedule.stages import Stages
 
 STATISTIC_NBYTES = 8
 """Bytes of a loss, a count or a squared norm: these sums are fp64."""
 ID_NBYTES = 8
 """Bytes of a token's id, an int64."""
+BY_LAYERS = ("auto", FOUND)
+"""The names of schedules that may depend on the layers of each stage; others depend on its rank alone."""
 LAYER = "layers.0."
 """The beginning of the names of the first layer's parameters; all layers have the same sizes."""
 
@@ -113,7 +118,7 @@ class Structure:
         self.keeps_casts = self.casts and policy.keep_casts  # cast shards exist all the time
         # weights in use have memory of their own
         self.copies_weights = self.gathers_weights or (self.casts and not self.keeps_casts)
-        self.keeps_weights = policy.keep_weights and self.copies_weights  # products keep them until backward
+        self.keeps_weights = policy.keeps_for_backward and self.copies_weights  # products keep them until backward
         # Contract layers keep an input that was gathered over y
         self.keeps_collected = policy.keep_gathered and self.cuts_inner
         self.chunked = bool(policy.loss_chunk)  # head and loss run in chunks of tokens
@@ -175,14 +180,21 @@ def _kinds_of_layers(config: ModelConfig) -> ModelConfig:
 def _kinds_of_work(policy: Policy) -> Policy:
     """Return the policy reduced to what shapes a rehearsed program.
 
-    Numbers that only set sizes become 1. Overlap settings become the defaults, except the one that changes the order of
+    Numbers that only set sizes become 1. Stages and schedule are left out: every stage is rehearsed by itself. Overlap
+    settings become the defaults, except the one that changes the order of
     products: rehearsals neither prefetch nor defer, and the readings add the bytes that are in flight.
     """
     overlap = Overlap(wgrad_behind_messages=policy.overlap.wgrad_behind_messages)
-    return replace(policy, loss_chunk=1 if policy.loss_chunk else 0, bucket_bytes=1, overlap=overlap)
+    chunk = 1 if policy.loss_chunk else 0
+    return replace(policy, loss_chunk=chunk, bucket_bytes=1, overlap=overlap, stages=None, schedule="auto")
 
 
 # --- the sizes of a candidate
+
+
+@lru_cache(maxsize=1 << 16)
+def _cutting_axes(shape: Shape) -> tuple[str, ...]:
+    return tuple(axis for axis in shape.used_axes if axis != PIPE)
 
 
 @dataclass(eq=False)
@@ -211,7 +223,7 @@ class LocalSizes:
         inner_cut = y if sharded else 1  # this many ranks cut features inside a sublayer beyond x
         number = self.number_of_halves
         self.structure = structure = _structure(
-            _kinds_of_layers(config), _kinds_of_work(policy), self.dtype, shape.used_axes, number,
+            _kinds_of_layers(config), _kinds_of_work(policy), self.dtype, _cutting_axes(shape), number,
             self.rows % number == 0, config.kv_heads % (x * inner_cut) != 0, config.kv_heads % x != 0,
             looks_up_in_place(policy, shape, config.vocab, -(-self.rows // number) * seq),
         )  # fmt: skip
@@ -349,15 +361,32 @@ class LocalSizes:
     # --- parameters
 
     @cached_property
+    def stages(self) -> Stages:
+        """The stages of the model, of which this rank holds those of its pipe coordinate."""
+        return self.policy.stages or _even_stages(self.config.layers, self.shape.pipe)
+
+    def schedule(self, micro_steps: int) -> Schedule:
+        """Return the schedule of a step, as the runtime chooses it."""
+        wanted, stages = self.policy.schedule, replace(self.stages, recompute=())
+        if isinstance(wanted, str) and wanted not in BY_LAYERS:  # the same for all cuts, so it is made once
+            stages = replace(stages, cuts=(0, *range(1, len(stages.placement)), len(stages.placement) + 1))
+        return choose(wanted, stages, micro_steps)
+
+    @cached_property
+    def held(self) -> HeldUnits:
+        """The units of the model that this rank holds."""
+        return _held_units(self.stages, self.coords[PIPE], self.config.tied)
+
+    @cached_property
     def specs(self) -> dict[str, Spec]:
-        """Specs of all parameters by name, in the model's order."""
-        first, found = parameter_specs(self.config, self.policy.activations), {}
+        """Specs of this rank's parameters by name, in the model's order."""
+        first, found, held = parameter_specs(self.config, self.policy.activations), {}, self.held
         block = [name for name in first if name.startswith(LAYER)]
         for name, spec in first.items():
             if name == block[0]:
-                for index in range(self.config.layers):
+                for index in held.layers:
                     found |= {f"layers.{index}.{each.removeprefix(LAYER)}": first[each] for each in block}
-            elif name not in block:
+            elif name not in block and held.has(name):
                 found[name] = spec
         return found
 
@@ -404,7 +433,13 @@ class LocalSizes:
     @property
     def parameters(self) -> int:
         """The elements of all shards of this rank."""
-        return self.config.layers * self._parameters.layer + self._parameters.others
+        return len(self.held.layers) * self._parameters.layer + self._parameters.outside_layers(self.held)
+
+    def units_nbytes(self, layers: int, *, embedding: bool, head: bool) -> int:
+        """Return the bytes of a rank's shards of some layers, and of embedding and head where they are asked for."""
+        held = HeldUnits(range(layers), embedding, head, self.config.tied and head and not embedding)
+        elements = layers * self._parameters.layer + self._parameters.outside_layers(held)
+        return elements * self.dtype.itemsize
 
     @cached_property
     def parameter_nbytes(self) -> int:
@@ -413,8 +448,18 @@ class LocalSizes:
     def buckets(self) -> list[Bucket]:
         """Return the runtime's buckets, in which gradients are summed over the axes that they owe beyond z."""
         item = self.dtype.itemsize
-        sizes = [(name, spec.owes, self.dtype, self.parameter(name).shard * item) for name, spec in self.specs.items()]
-        return fill_buckets(sizes, self.policy.bucket_bytes)
+        layers, axes = self.config.layers, self.shape.sizes
+        gradients = [
+            OwingGradient(
+                name,
+                spec.owes,
+                self.dtype,
+                self.parameter(name).shard * item,
+                bucket_unit(unit_of(name, layers), spec.owes, axes),
+            )
+            for name, spec in self.specs.items()
+        ]
+        return fill_buckets(gradients, self.policy.bucket_bytes)
 
     # --- messages
 
@@ -422,6 +467,34 @@ class LocalSizes:
         """Return the record of a message, or none if the axis has one rank or nothing is sent."""
         ranks = self.shape.sizes[axis]
         return [Collective(op, axis, nbytes, ranks, label)] if ranks > 1 and nbytes else []
+
+
+class HeldUnits(NamedTuple):
+    """The units of a model that the ranks of one pipe coordinate hold."""
+
+    layers: Sequence[int]
+    embedding: bool
+    head: bool
+    """Whether they hold the last norm and the head."""
+    copies_table: bool = False
+    """Whether they hold a copy of a tied embedding's table, for the head."""
+
+    def has(self, name: str) -> bool:
+        """Return whether a parameter outside of layers is among them."""
+        if name.startswith(("norm.", "head.")):
+            return self.head
+        return self.embedding or (self.copies_table and name.startswith("embedding."))
+
+
+_even_stages = lru_cache(maxsize=1024)(Stages.even)
+
+
+@lru_cache(maxsize=4096)
+def _held_units(stages: Stages, pipe_rank: int, tied: bool) -> HeldUnits:
+    own = stages.of_rank(pipe_rank)
+    layers = tuple(index for stage in own for index in stages.layers_of(stage))
+    embedding, head = (any(map(has, own)) for has in (stages.has_embedding, stages.has_head))
+    return HeldUnits(tuple(sorted(layers)), embedding, head, tied and head and not embedding)
 
 
 class ParameterSizes(NamedTuple):
@@ -459,8 +532,11 @@ class ParameterTable:
             self.sizes[name] = ParameterSizes(lengths[0], prod(lengths[1:]), gathered[0] * columns, padded)
         self.layer = self.group(tuple(name for name in specs if name.startswith(LAYER)))[2]
         """Elements of the shards of one layer."""
-        self.others = self.group(tuple(name for name in specs if not name.startswith(LAYER)))[2]
-        """Elements of the shards outside of layers."""
+        self._others = tuple(name for name in specs if not name.startswith(LAYER))
+
+    def outside_layers(self, held: HeldUnits) -> int:
+        """Return the elements of the shards outside of layers that a rank with these units holds."""
+        return self.group(tuple(name for name in self._others if held.has(name)))[2]
 
     def group(self, names: tuple[str, ...]) -> tuple[int, int, int]:
         """Return elements of these parameters: as products use them, in a message over z, in this rank's shards."""
@@ -686,5 +762,5 @@ class SizeNames:
 
 def sum_over_batch(sizes: LocalSizes, numbers: int, label: str) -> list[Collective]:
     """Return the messages that sum `numbers` statistics over all places."""
-    axes = [axis for axis in AXES if axis in BATCH]
+    axes = [axis for axis in CUTS if axis in BATCH]
     return [one for axis in axes for one in sizes.message("all_reduce", axis, numbers * STATISTIC_NBYTES, label)]

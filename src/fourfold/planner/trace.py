@@ -35,17 +35,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fourfold.axes import PIPE
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Event
 from fourfold.models.config import ModelConfig
 from fourfold.models.open import ModelDefinition, build_on_meta, is_plain
 from fourfold.models.transformer import Transformer
-from fourfold.nn.layer import assemble
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW
 from fourfold.params import LazyTensor, local_of
-from fourfold.planner.program import AttentionOp, ComputeOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
+from fourfold.pipeline import forward_backward
+from fourfold.planner.program import (
+    AttentionOp,
+    ComputeOp,
+    ElementwiseOp,
+    LaunchOp,
+    MatmulOp,
+    WaitOp,
+    Work,
+    lane_of,
+)
 from fourfold.policy import Policy, Recompute
 from fourfold.wrap.grid_tensor import RULES, grid_tensors_in
 
@@ -79,7 +89,8 @@ class DryRun:
 
     program: list[Work]
     kept_bytes: int
-    """Bytes that the first forward pass makes and keeps for backward, including weights gathered ahead."""
+    """Bytes that the first forward pass makes and keeps for backward, including weights gathered ahead; 0 on a grid
+    with a pipe axis, on which several passes are under way at once."""
     peak_bytes: int
     """The most bytes that exist at once: parameters, gradients, optimizer state if there is one, and all else."""
     parameters: int
@@ -131,7 +142,7 @@ def dry_run(
                 trace.mark()
         program, peak = trace.between_marks()
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    return DryRun(program, kept[0], peak, parameters)
+    return DryRun(program, kept[0] if kept else 0, peak, parameters)
 
 
 @contextmanager
@@ -207,6 +218,23 @@ class _TracedStep:
                 yield from state.values()
 
     def run(self, after_forward: Callable[[int], None]) -> None:
+        if self.grid.size(PIPE) > 1:
+            self._walk_schedule()
+        else:
+            self._accumulate(after_forward)
+        if self.optimizer is not None:
+            self.optimizer.clip_and_step(MAX_NORM)
+            if not self.policy.shard_optimizer:  # then AdamW gathers nothing and does not call it
+                self.optimizer.on_step()
+            self.optimizer.zero_grad()
+        self.model.zero_grad(set_to_none=True)
+
+    def _walk_schedule(self) -> None:
+        if not isinstance(self.model, Transformer):
+            raise ValueError(f"{type(self.model).__name__} on {self.grid.shape}: only a reference model has stages")
+        forward_backward(self.model, [(self.tokens, self.tokens)] * self.micro_steps)
+
+    def _accumulate(self, after_forward: Callable[[int], None]) -> None:
         options: dict[str, Any] = {}
         if self.micro_steps > 1 and "count" in inspect.signature(self.model.forward).parameters:
             options["count"] = count_targets(self.tokens.expand(self.micro_steps, -1, -1), self.grid)
@@ -216,12 +244,6 @@ class _TracedStep:
                 after_forward(index)
                 loss.backward()
                 del loss  # or it would count as live memory in the next forward pass
-        if self.optimizer is not None:
-            self.optimizer.clip_and_step(MAX_NORM)
-            if not self.policy.shard_optimizer:  # then AdamW gathers nothing and does not call it
-                self.optimizer.on_step()
-            self.optimizer.zero_grad()
-        self.model.zero_grad(set_to_none=True)
 
 
 class _MarkedAdamW(AdamW):
@@ -387,17 +409,10 @@ class OpTrace(StorageCounter):
             elif event.kind == "launch":
                 self._flights[id(event.what)] = flight = len(self._launched)
                 self._launched.append(event.what)
-                self._program.append(LaunchOp(flight, event.what, _lane(event.what, self.shape)))
+                self._program.append(LaunchOp(flight, event.what, lane_of(event.what, self.shape.two_lanes)))
             elif id(event.what) in self._flights:  # otherwise it was launched before the step began
                 self._program.append(WaitOp(self._flights.pop(id(event.what))))
         self.events.clear()
-
-
-def _lane(record: Collective, shape: Shape) -> str:
-    """Return the communicator of a collective: along some axes gathers and reductions have one each."""
-    if record.axis not in shape.two_lanes:
-        return record.axis
-    return f"{record.axis} {'gather' if record.op == 'all_gather' else 'reduce'}"
 
 
 def _key_of(value: Any) -> Any:
@@ -504,7 +519,7 @@ def _kept(
     config: ModelConfig, grid: Grid, policy: Policy, rows: int, seq: int, dtype: torch.dtype, documents: bool
 ) -> int:
     model = Transformer(config, grid, policy)
-    assemble(model, grid, policy, dtype=dtype, device=torch.device("meta"))
+    model.assemble(dtype=dtype, device=torch.device("meta"))
     tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")
     with grid.ledger.not_counted(), StorageCounter() as alive:
         loss = model(tokens, tokens, positions=tokens if documents else None)

@@ -7,16 +7,17 @@ Memory-bound work is counted in the bytes that kernels read and write: passes ov
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
-from fourfold.axes import AXES, REPLICA
-from fourfold.engine import Turns
+from fourfold.axes import CUTS, PIPE, REPLICA
+from fourfold.engine import BACKWARD, Turns
 from fourfold.grid import Shape
 from fourfold.layout import GATHERED
-from fourfold.ledger import Collective
+from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig
 from fourfold.planner.program import (
     NO_MOVE,
@@ -27,16 +28,21 @@ from fourfold.planner.program import (
     MatmulOp,
     MemoryKind,
     NoMove,
+    PlannedWait,
     Program,
     Rehearsal,
     WeightGroup,
 )
-from fourfold.planner.sizes import STATISTIC_NBYTES, LocalSizes, SizeNames, Structure, sum_over_batch
+from fourfold.planner.sizes import STATISTIC_NBYTES, LocalSizes, SizeNames, Structure, part, sum_over_batch
 from fourfold.policy import Policy, Recompute
+from fourfold.schedule.action import Action, Lane, PipeMessage, Schedule
+from fourfold.schedule.stages import Stages
 
 Moving = AsyncMove | NoMove
 Direction = Literal["gather", "reduce"]
 """The two kinds of operators; each is the conjugate of the other."""
+LAST_MESSAGE_NBYTES = 2 * STATISTIC_NBYTES
+"""Bytes of a pipeline's last message of a step, which carries the loss and the faults to all its ranks."""
 
 
 def step_program(
@@ -52,19 +58,57 @@ def step_program(
     model = TransformerProgram(sizes, host)
     clip = optimizer if clip is None else clip
     host.silent = True  # the engine records its order in the first pass, as the runtime's engine does
-    model.step(1, optimizer=optimizer, clip=clip)
+    model.step(micro_steps if sizes.shape.pipe > 1 else 1, optimizer=optimizer, clip=clip)
     host.silent = False
     host.phases.clear()
+    host.actions.clear()
     model.step(micro_steps, optimizer=optimizer, clip=clip)
+    return Program(host.work, host.phases, actions=host.actions)
+
+
+def stage_program(sizes: LocalSizes, part: ModelPart, recompute: Recompute, *, split: bool, passes: int) -> Program:
+    """Return the program of some micro-batches that go through one stage alone, one after another.
+
+    Nothing arrives from other stages or is sent to them, and no gradient is summed over replicas. With `split` backward
+    holds back the products of dw for an action of their own.
+    """
+    host = Rehearsal(sizes)
+    model = TransformerProgram(sizes, host)
+    model.recompute = recompute
+    # the engine records the order of gathers in a first round, as the runtime's engine does
+    for silent in (True, False) if sizes.structure.gathers_weights else (False,):
+        host.silent = silent
+        host.begin_step(passes + 1)  # the last pass never comes, so no bucket is launched
+        for micro in range(passes):
+            host.enter_action(Action("F", 0, micro))
+            host.begin_forward("training")
+            model.forward(part, counted=True)
+            host.enter_action(Action("B" if split else "BW", 0, micro))
+            host.run_backward(hold=micro if split else None)
+            if split:
+                host.enter_action(Action("W", 0, micro))
+                host.run_held(micro)
+        if silent:
+            host.phases.clear()
+            host.actions.clear()
+    host.enter_phase("end")
+    return Program(host.work, host.phases, actions=host.actions)
+
+
+def optimizer_program(sizes: LocalSizes) -> Program:
+    """Return the program of the norm of all gradients and of the optimizer's step."""
+    host = Rehearsal(sizes)
+    TransformerProgram(sizes, host).optimize(clip=True, step=True)
     return Program(host.work, host.phases)
 
 
 @lru_cache(maxsize=1024)
-def layers_program(structure: Structure, layers: int) -> Program:
+def layers_program(structure: Structure, layers: int, *, split: bool = False) -> Program:
     """Return the program of forward and backward of some layers alone, with memory and with names instead of sizes.
 
     Each weight is gathered where it is used. The first moment is the beginning of the first layer's backward, which
-    equals that of every layer but the last.
+    equals that of every layer but the last. With `split` the products of dw are held back and run in a phase of their
+    own, `weights`.
     """
     model = _on_names(structure)
     host = model.host
@@ -74,21 +118,30 @@ def layers_program(structure: Structure, layers: int) -> Program:
     host.enter_phase("backward")
     for half in model.halves:
         host.allocate(half.rest_nbytes)  # the gradient of the residual stream
-    host.run_backward()
+    _run_backward(host, split=split)
     return Program(host.work, host.phases, host.moments)
 
 
 @lru_cache(maxsize=1024)
-def ends_program(structure: Structure) -> Program:
-    """Return the program of embedding, head and loss, as if there were no layers."""
+def ends_program(structure: Structure, *, embedding: bool = True, head: bool = True, split: bool = False) -> Program:
+    """Return the program of embedding, head and loss, or of one of them or none, as if there were no layers."""
     model = _on_names(structure)
     host = model.host
     host.enter_phase("forward")
     host.engine.begin("training")
-    model.forward(counted=False, layers=0)
+    model.forward(ModelPart(range(0), embedding, head), counted=False)
     host.enter_phase("backward")
-    host.run_backward()
+    for half in () if head else model.halves:
+        host.allocate(half.rest_nbytes)  # the gradient that the next stage has sent
+    _run_backward(host, split=split)
     return Program(host.work, host.phases, host.moments)
+
+
+def _run_backward(host: Rehearsal, *, split: bool) -> None:
+    host.run_backward(hold="all" if split else None)
+    if split:
+        host.enter_phase("weights")
+        host.run_held("all")
 
 
 def _on_names(structure: Structure) -> TransformerProgram:
@@ -131,6 +184,19 @@ def _flops(config: ModelConfig, seq: int, recompute: Recompute) -> int:
     return (one + (config.layers - 1) * (two - one)) // seq
 
 
+class ModelPart(NamedTuple):
+    """The units that one forward pass runs through."""
+
+    layers: range
+    embedding: bool
+    head: bool
+
+
+def whole_model(layers: int) -> ModelPart:
+    """Return all units of a model with so many layers."""
+    return ModelPart(range(layers), embedding=True, head=True)
+
+
 class PlannedStream:
     """The residual stream; `delta` is what the last sublayer adds, which may still be in flight."""
 
@@ -150,6 +216,8 @@ class TransformerProgram:
     def __init__(self, sizes: LocalSizes, host: Rehearsal) -> None:
         self.sizes, self.config, self.policy, self.host = sizes, sizes.config, sizes.policy, host
         self.engine, self.halves, self.structure = host.engine, sizes.halves, sizes.structure
+        self.recompute: Recompute = self.policy.recompute
+        """What backward computes again in the stage that runs."""
 
     # --- a step
 
@@ -161,13 +229,16 @@ class TransformerProgram:
             host.gradients.gather_parameters()
         if micro_steps > 1:  # the loss of every micro-step is divided by the targets of all of them
             host.communicate(lambda: sum_over_batch(sizes, 1, "count targets"))
-        for index in range(micro_steps):
-            host.enter_phase("forward")
-            host.cast.clear()
-            self.engine.begin("training")
-            self.forward(counted=micro_steps > 1, layers=self.config.layers)
-            host.enter_phase("backward")
-            host.run_backward(accumulating=index < micro_steps - 1)
+        if sizes.shape.pipe > 1:
+            PipelineProgram(self, sizes.schedule(micro_steps)).run()
+        else:
+            host.begin_step(micro_steps)
+            for _ in range(micro_steps):
+                host.enter_phase("forward")
+                host.begin_forward("training")
+                self.forward(whole_model(self.config.layers), counted=micro_steps > 1)
+                host.enter_phase("backward")
+                host.run_backward()
         if optimizer or clip:
             host.enter_phase("optimizer")
             self.optimize(clip=clip, step=optimizer)
@@ -178,39 +249,59 @@ class TransformerProgram:
         own = sizes.parameter_nbytes // (sizes.shape.sizes[REPLICA] if shards else 1)
         if clip:
             host.compute(ElementwiseOp("gradient norm", own))
-            for axis in AXES:
+            for axis in (PIPE, *CUTS):
                 if axis != REPLICA or shards:  # replicas hold equal gradients unless the optimizer is sharded
+                    nbytes = STATISTIC_NBYTES * (sizes.config.layers + 2 if axis == PIPE else 1)  # squares by unit
                     host.communicate(
-                        lambda axis=axis: sizes.message("all_reduce", axis, STATISTIC_NBYTES, "gradient norm")
+                        lambda axis=axis, nbytes=nbytes: sizes.message("all_reduce", axis, nbytes, "gradient norm")
                     )
         if step:
             host.compute(ElementwiseOp("AdamW", 7 * own))
 
-    def forward(self, *, counted: bool, layers: int) -> None:
-        sizes, host, chunked = self.sizes, self.host, self.structure.chunked
-        read = self.chunked_share if chunked else self.logits
+    def forward(self, part: ModelPart, *, counted: bool) -> None:
+        """Run the units of a stage, or of the whole model, on tokens or on the stream of the stage before."""
+        sizes, host, chunked = self.sizes, self.host, self.structure.chunked and part.head
+        read = (self.chunked_share if chunked else self.logits) if part.head else self.stop
         if chunked:  # chunks divide by the count of targets, so it comes first
             host.communicate(lambda: sum_over_batch(sizes, 1 if counted else 2, "loss"))
         if self.config.positions == "rope":
             host.allocate(sizes.rope_nbytes, "activations")
-        if self.policy.recompute == "block":
-            streams = self.engine.take_turns([self.embed(half) for half in self.halves])
-            streams = self.blocks_again(range(layers), streams)
+        begin = self.embed if part.embedding else self.arrive
+        if self.recompute == "block":
+            streams = self.engine.take_turns([begin(half) for half in self.halves])
+            streams = self.blocks_again(part.layers, streams)
             self.engine.take_turns([read(*each) for each in zip(streams, self.halves, strict=True)])
         else:
-            self.engine.take_turns([self.through(half, range(layers), read) for half in self.halves])
+            self.engine.take_turns([self.through(begin(half), half, part.layers, read) for half in self.halves])
         if chunked:
             host.communicate(lambda: sum_over_batch(sizes, 1, "loss"))
-        else:
+        elif part.head:
             self.loss(counted=counted)
 
     def through(
-        self, half: LocalSizes, layers: range, read: Callable[[PlannedStream, LocalSizes], Turns[None]]
+        self,
+        begin: Turns[PlannedStream],
+        half: LocalSizes,
+        layers: range,
+        read: Callable[[PlannedStream, LocalSizes], Turns[None]],
     ) -> Turns[None]:
-        stream = yield from self.embed(half)
+        stream = yield from begin
         for index in layers:
             stream = yield from self.block(index, stream, half)
         yield from read(stream, half)
+
+    def arrive(self, half: LocalSizes) -> Turns[PlannedStream]:
+        """Begin with the stream that the stage before has sent; whoever reads it first keeps it."""
+        del half
+        yield from ()
+        return PlannedStream()
+
+    def stop(self, stream: PlannedStream, half: LocalSizes) -> Turns[None]:
+        """End a stage: the stream is added up, for it travels as one tensor, and stays until its gradient comes."""
+        yield
+        stream.read()
+        self.host.allocate(half.rest_nbytes, "activations")
+        self.host.on_backward(lambda: self.host.free(half.rest_nbytes, "activations"), reads=False)
 
     def blocks_again(self, layers: range, streams: list[PlannedStream]) -> list[PlannedStream]:
         """Run blocks that keep nothing but their input and run again in backward."""
@@ -239,7 +330,7 @@ class TransformerProgram:
             yield
             stream.read()
 
-        if self.policy.recompute == "block":
+        if self.recompute == "block":
             for stream in self.blocks_again(layers, [PlannedStream() for _ in self.halves]):
                 stream.read()
         else:
@@ -536,11 +627,11 @@ class TransformerProgram:
         prefix = f"layers.{index}"
         if stream.delta is not None:
             yield
-        if self.policy.recompute == "block":  # add the parts now, so that the block keeps one tensor and not two
+        if self.recompute == "block":  # add the parts now, so that the block keeps one tensor and not two
             stream.read()
             stream.delta = None
         stream.read()
-        self.norm(f"{prefix}.attention_norm", half, reads_kept=self.policy.recompute == "block")
+        self.norm(f"{prefix}.attention_norm", half, reads_kept=self.recompute == "block")
         leaving = yield from self.attention(f"{prefix}.attention", half)
         yield  # even if nothing is in flight: the other half's messages need a product to hide behind
         leaving.land()
@@ -621,7 +712,7 @@ class TransformerProgram:
             kept += half.query_statistic_nbytes + half.key_statistic_nbytes
         if self.config.positions == "rope":  # the rotated q and k, and a copy of v
             kept += half.query_cut_nbytes + half.local_kv_nbytes
-        if self.policy.recompute == "attention":
+        if self.recompute == "attention":
             # its input is kept anyway, and its output if the product of `out` reads it
             outside = half.read_nbytes + half.kept_output_nbytes
             host.allocate(outside, "activations")
@@ -701,6 +792,110 @@ class TransformerProgram:
             f"{prefix}.down", half.n, half, size="hidden_nbytes", nbytes=half.hidden_nbytes, cut=hidden,
             kept=half.kept_hidden_nbytes,
         )  # fmt: skip
+
+
+class PipelineProgram:
+    """The walk of one pipe rank through its order of a schedule, as `pipeline.PipelineStep` walks it."""
+
+    def __init__(self, model: TransformerProgram, schedule: Schedule) -> None:
+        self.model, self.host, self.sizes, self.schedule = model, model.host, model.sizes, schedule
+        self.stages, self.here = model.sizes.stages, model.sizes.coords[PIPE]
+        self.ahead = model.sizes.policy.overlap.receives_ahead("cpu")
+        self.expected = {lane: deque(line) for lane, line in schedule.messages[self.here].receives.items()}
+        self.receiving: dict[PipeMessage, PlannedWait] = {}
+        self.tapes: dict[tuple[int, int], list[Any]] = {}
+        self.stream_nbytes = sum(half.rest_nbytes for half in model.halves)
+
+    def run(self) -> None:
+        order, host = self.schedule.orders[self.here], self.host
+        host.begin_step(sum(action.kind == "F" for action in order), until_end_step=True)
+        host.engine.prefetcher.keep(self.sizes.policy.gather_weights)
+        for action in order:
+            host.engine.prefetcher.begin_stage(action.stage)
+            host.enter_action(action)
+            if action.kind == "F":
+                self.forward(action)
+            elif action.kind == "W":
+                host.run_held(action[1:])
+            else:
+                self.backward(action)
+        host.engine.prefetcher.keep("use")
+        if host.gradients is not None:
+            host.gradients.end_step()
+        self.add_copies()
+        host.communicate(lambda: self.sizes.message("all_reduce", PIPE, LAST_MESSAGE_NBYTES, "loss"))
+
+    def forward(self, action: Action) -> None:
+        _, stage, micro = action
+        part = part_of(self.stages, stage)
+        self.model.recompute = recompute_of(self.stages, stage, self.sizes.policy)
+        self.host.begin_forward(("training", stage))
+        if stage:
+            self.take(action)
+        self.model.forward(part, counted=self.schedule.micro_steps > 1)
+        self.tapes[stage, micro] = self.host.take_tape()
+        if not part.head:
+            self.hand_on(action)
+
+    def backward(self, action: Action) -> None:
+        kind, stage, micro = action
+        if not self.stages.has_head(stage):
+            self.take(action)
+        self.host.engine.prefetcher.begin_backward((BACKWARD, stage))
+        self.model.recompute = recompute_of(self.stages, stage, self.sizes.policy)
+        self.host.run_backward(
+            self.tapes.pop((stage, micro)),
+            hold=(stage, micro) if kind == "B" else None,
+            has_parameters=bool(self.stages.units(stage)),
+        )
+        if stage:
+            self.hand_on(action)
+
+    def take(self, action: Action) -> None:
+        """Wait for what another rank sends for an action; receives are posted in lane order."""
+        needed = self.schedule.received(action)
+        if needed is None:
+            return
+        while needed not in self.receiving:
+            self.receive_next(needed.lane)
+        if self.ahead:
+            self.receive_next(needed.lane)
+        self.receiving.pop(needed).wait()
+
+    def receive_next(self, lane: Lane) -> None:
+        if expected := self.expected.get(lane):
+            message = expected.popleft()
+            self.receiving[message] = self.host.launch(lambda: self.record("receive", message))
+
+    def hand_on(self, action: Action) -> None:
+        message = self.schedule.sent(action)
+        if message is not None:
+            self.host.launch(lambda: self.record("send", message))
+
+    def record(self, op: Op, message: PipeMessage) -> list[Collective]:
+        return self.sizes.message(op, PIPE, self.stream_nbytes, message.label)  # E12
+
+    def add_copies(self) -> None:
+        """Exchange the gradients of a tied table that is on two pipe ranks."""
+        sizes, ends = self.sizes, (self.stages.placement[0], self.stages.placement[-1])
+        if not sizes.config.tied or ends[0] == ends[1] or self.here not in ends:
+            return
+        table, shards = sizes.parameter("embedding.weight"), sizes.policy.shard_optimizer
+        rows = part(table.rows, sizes.shape.data, sizes.coords[REPLICA]) if shards else table.rows
+        nbytes, label = rows * table.row * sizes.dtype.itemsize, "gradient of the tied table"
+        self.host.launch(lambda: sizes.message("send", PIPE, nbytes, label))
+        self.host.communicate(lambda: sizes.message("receive", PIPE, nbytes, label))
+        self.host.compute(ElementwiseOp("add copies", 3 * nbytes))
+
+
+def part_of(stages: Stages, stage: int) -> ModelPart:
+    """Return the units of a stage."""
+    return ModelPart(stages.layers_of(stage), stages.has_embedding(stage), stages.has_head(stage))
+
+
+def recompute_of(stages: Stages, stage: int, policy: Policy) -> Recompute:
+    """Return what backward of a stage computes again."""
+    return cast("Recompute", stages.recompute[stage]) if stages.recompute else policy.recompute
 
 
 def gathered(half: LocalSizes) -> int:

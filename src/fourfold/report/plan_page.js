@@ -75,6 +75,36 @@
     );
   };
 
+  // The schedule of a grid with a pipe axis: one row per pipe rank, a box per action, bubbles left empty.
+  const showPipeline = (grid) => {
+    const host = node("pipeline");
+    if (!host) return;
+    if (!grid.pipeline) {
+      host.replaceChildren(html("p", { class: "hint" }, `${grid.name} has no pipe axis.`));
+      return;
+    }
+    const { text, rows, end } = grid.pipeline;
+    const [left, wide, high, gap] = [150, 1000, 26, 6];
+    const boxes = rows.flatMap(({ name, detail, spans }, row) => {
+      const y = row * (high + gap);
+      const label = [svg("text", { x: 0, y: y + 11, class: "rank" }, name), svg("text", { x: 0, y: y + 24 }, detail)];
+      const drawn = spans.map(([kind, label, start, share, about]) => {
+        const [x, width] = [left + start * wide, share * wide];
+        const parts = [svg("rect", { x, y, width, height: high }), svg("title", {}, about)];
+        if (width > 7 * label.length) parts.push(svg("text", { x: x + width / 2, y: y + 17 }, label));
+        return svg("g", { class: `action ${kind}` }, ...parts);
+      });
+      return [...label, svg("rect", { class: "row", x: left, y, width: wide, height: high }), ...drawn];
+    });
+    const down = rows.length * (high + gap);
+    host.replaceChildren(
+      html("p", { class: "hint" }, text),
+      html("div", { class: "scroll" }, svg("svg", { viewBox: `0 0 ${left + wide} ${down + 16}`, role: "img" }, ...boxes,
+        svg("text", { x: left, y: down + 12 }, "0"), svg("text", { x: left + wide, y: down + 12, "text-anchor": "end" }, end))),
+      html("p", { class: "hint" }, "F: forward. B: gradient of the input. W: gradients of the weights. BW: both. What is empty is a bubble."),
+    );
+  };
+
   // The grid on its nodes: draws the ring of the axis `lit` that goes through the rank `base`.
   let lit = null;
   let base = 0;
@@ -214,7 +244,7 @@
   const show = () => {
     const grid = grids[selected];
     mark();
-    [showBar, showChosen, showMemory, showNodes].forEach((panel) => panel(grid));
+    [showBar, showChosen, showMemory, showPipeline, showNodes].forEach((panel) => panel(grid));
     node("other").textContent = selected && figures.timeline ?
       `The plan has the timeline of its best grid only: this is ${grids[0].name}, not ${grid.name}.` : "";
     refresh();

@@ -29,6 +29,7 @@ from fourfold.report.plan_text import (
     grid_name,
     named_policies,
     order_name,
+    pipeline_text,
     plan_table,
     reasons_it_wins,
     searched,
@@ -157,12 +158,18 @@ def _panels(document: PlanDocument, figures: Mapping[str, Figure]) -> str:
         "Parts of a step": plots["parts"],
         "The selected grid": '<div id="chosen"></div>',
         "Memory per device": '<div id="memory"></div>',
+        **({"Pipeline": '<div id="pipeline"></div>'} if has_pipelines(document) else {}),
         "The grid on its nodes and links": '<div id="nodes"></div>',
         "Timeline of a step": f'<p class="hint" id="other"></p>{plots["timeline"]}',
         "Ranking": '<div id="ranking"></div>',
     }
     sections = [section(title, body) for title, body in panels.items()]
     return "\n".join(['<div id="selected" aria-live="polite"></div>', *sections])
+
+
+def has_pipelines(document: PlanDocument) -> bool:
+    """Return whether a grid of the plan has a pipe axis."""
+    return any(entry.get("pipeline") for entry in document["grids"])
 
 
 def _refused(refused: list[PlannedGrid]) -> str:
@@ -189,8 +196,40 @@ def view(document: PlanDocument, entry: PlannedGrid) -> dict[str, Any]:
         "order": entry["order"],
         "links": {axis: link(document, entry, axis) for axis in _cut(entry)},
         "changes": "" if entry is best else _changes(entry, best),
+        "pipeline": _pipeline(entry) if entry.get("pipeline") else None,
         "cells": [cell(entry) or DASH for cell in RANKING.values()],
     }
+
+
+def _pipeline(entry: PlannedGrid) -> dict[str, Any]:
+    """Return what the panel of the pipeline draws: a row of actions for each pipe rank, as shares of the time shown."""
+    found = entry["pipeline"]
+    # ranks end at different times where actions were left out: all rows end where the first of them does
+    cut = [
+        spans[-1][4] for spans, whole in zip(found["spans"], _actions_by_rank(found), strict=True) if len(spans) < whole
+    ]
+    until = min(cut, default=max(spans[-1][4] for spans in found["spans"]))
+    several = len(found["placement"]) > entry["grid"]["pipe"]
+    rows = []
+    for rank, (spans, size) in enumerate(zip(found["spans"], found["peak_bytes"], strict=True)):
+        drawn = [
+            [kind, f"{stage if several else ''}{kind}{micro}", start / until, (min(end, until) - start) / until,
+             f"{kind} of stage {stage}, micro-batch {micro}: {duration(start)} to {duration(end)}"]
+            for kind, stage, micro, start, end in spans
+            if start < until
+        ]  # fmt: skip
+        layers = [str(many) for many, place in zip(found["layers"], found["placement"], strict=True) if place == rank]
+        rows.append({"name": f"pipe {rank}", "detail": f"{'+'.join(layers)} layers, {nbytes(size)}", "spans": drawn})
+    shown = "" if not cut and found["played_micro_steps"] == found["micro_steps"] else " The beginning is drawn."
+    return {"text": f"{pipeline_text(entry)}{shown}", "rows": rows, "end": duration(until)}
+
+
+def _actions_by_rank(found: Mapping[str, Any]) -> list[int]:
+    """Return how many actions each pipe rank has in the schedule that was played."""
+    ranks = range(len(found["spans"]))
+    kinds = {span[0] for spans in found["spans"] for span in spans}
+    each = found["played_micro_steps"] * (3 if "W" in kinds else 2)
+    return [each * found["placement"].count(rank) for rank in ranks]
 
 
 def cards(document: PlanDocument, entry: PlannedGrid) -> list[tuple[str, str, str]]:

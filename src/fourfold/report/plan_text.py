@@ -15,9 +15,10 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from io import StringIO
+from itertools import groupby
 from typing import Any
 
-from fourfold.axes import AXES
+from fourfold.axes import AXES, PIPE
 from fourfold.grid import Shape
 from fourfold.report.units import DASH, aligned, count, duration, money, nbytes, percent, plural
 
@@ -61,12 +62,34 @@ def plan_table(document: PlanDocument, top: int, *, width: int | None = None, co
     lines = [*((line, "bold") for line in _wrapped([headline(document)], width)), ("", ""), (head, "bold")]
     for place, (first, *rest) in enumerate(rows):
         lines += [(first, "" if place else "green"), *((line, "dim") for line in rest)]
+    if pipelines := [f"#{entry['rank']} {pipeline_text(entry)}" for entry in shown if entry.get("pipeline")]:
+        lines += [("", ""), *((line, "") for line in _wrapped(pipelines, width))]
     if whole := _wrapped(training_text(document), width):
         lines += [("", ""), *((line, "bold") for line in whole)]
     lines += [("", ""), *((line, "dim") for line in _wrapped(_legend(document, axes), width))]
     if colour is None:
         colour = sys.stdout.isatty()
     return _coloured(lines) if colour and find_spec("rich") else "\n".join(line for line, _ in lines)
+
+
+def pipeline_text(entry: PlannedGrid) -> str:
+    """Return a sentence about the pipeline of a grid: layers by stage, schedule, bubble and memory by pipe rank."""
+    found = entry["pipeline"]
+    pipe, stages = entry["grid"]["pipe"], len(found["placement"])
+    order = "" if stages == pipe else f" on pipe ranks {_runs(found['placement'])}"
+    recompute = dict.fromkeys(found["recompute"])
+    again = next(iter(recompute)) if len(recompute) == 1 else f"by stage {_runs(found['recompute'])}"
+    return (
+        f"pipe={pipe}: layers by stage {_runs(found['layers'])}{order}; {found['schedule']} with "
+        f"{found['micro_steps']:,} micro-batches, bubble {percent(found['bubble'])}; recompute {again}; peak by pipe "
+        f"rank {_runs([nbytes(size) for size in found['peak_bytes']])}."
+    )
+
+
+def _runs(values: Sequence[Any]) -> str:
+    """Return values in a row, equal neighbours once with their number: `8 x 3, 6`."""
+    runs = [(value, len(list(same))) for value, same in groupby(values)]
+    return ", ".join(f"{value} x {times}" if times > 1 else str(value) for value, times in runs)
 
 
 def why_text(document: PlanDocument, *, width: int | None = None) -> str:
@@ -97,6 +120,9 @@ def asked_pair(document: PlanDocument) -> list[tuple[str, str, str, str]]:
         *([("waiting for the host", *hosts, duration)] if any(hosts) else []),
         ("peak memory", one["peak_bytes"], other["peak_bytes"], nbytes),
     ]
+    bubbles = [(entry.get("pipeline") or {}).get("bubble", 0.0) for entry in (one, other)]
+    if any(bubbles):
+        pairs.append(("bubble", *bubbles, percent))
     if document.get("training"):
         mine, theirs = one["training"], other["training"]
         pairs.append(("training", 3600 * mine["hours"], 3600 * theirs["hours"], duration))
@@ -146,6 +172,8 @@ def reasons_it_wins(document: PlanDocument) -> list[str]:
     """Return sentences about the best grid: its parts of a step, the hidden share, and why the next best is slower."""
     best, *others = document["grids"]
     exposed, link = sum(best["exposed_seconds"].values()), sum(best["link_seconds"].values())
+    # waiting for other stages is mostly no matter of links
+    sent, waited = link - best["link_seconds"].get(PIPE, 0.0), exposed - best["exposed_seconds"].get(PIPE, 0.0)
     by_axis = ", ".join(f"{axis} {duration(value)}" for axis, value in best["exposed_seconds"].items())
     late = best.get("host_seconds", 0.0)
     waits = f"and {duration(exposed)} waiting for communication ({by_axis})" if exposed else "and no waiting"
@@ -155,13 +183,15 @@ def reasons_it_wins(document: PlanDocument) -> list[str]:
         f"{duration(best['compute_seconds'])} of computation ({percent(best['compute_seconds'] / best['seconds'])})"
     )
     said = [f"A step takes {duration(best['seconds'])}: {computes} {waits}."]
-    if link:
-        hidden = max(0.0, 1 - exposed / link)
-        said.append(f"{percent(hidden)} of the {duration(link)} on the links is hidden behind computation.")
+    if sent:
+        hidden, inside = max(0.0, 1 - waited / sent), " inside stages" if best.get("pipeline") else ""
+        said.append(f"{percent(hidden)} of the {duration(sent)} on the links{inside} is hidden behind computation.")
     if others:
         more, reason = others[0]["seconds"] - best["seconds"], others[0]["reason"]
         takes = f"takes {duration(more)} ({percent(more / best['seconds'])}) longer" if more > 0 else "takes as long"
         said.append(f"The next best, {grid_name(others[0]['grid'])}, {takes}{f': {reason}' if reason else ''}.")
+    if best.get("pipeline"):
+        said.append(f"Its stages, {pipeline_text(best)}")
     usable = document["machine"]["usable_bytes"]
     said.append(f"A device needs {nbytes(best['peak_bytes'])} of the {nbytes(usable)} that it can use.")
     return [*said, *training_text(document)]
