@@ -22,6 +22,7 @@ from fourfold.grid import Shape
 from fourfold.report.page import POLICY
 from fourfold.report.run_data import FILES, StepPattern, read_run
 from fourfold.report.run_page import (
+    PIPELINE_COLOURS,
     SAMPLED,
     draw_grid,
     extremes,
@@ -33,6 +34,10 @@ from fourfold.report.run_page import (
     write_report,
 )
 from fourfold.report.units import count, duration, nbytes, percent
+from fourfold.schedule.action import Schedule
+from fourfold.schedule.named import named
+from fourfold.schedule.play import Played, play
+from fourfold.schedule.text import to_csv
 
 MiB = 1 << 20
 
@@ -100,9 +105,70 @@ def write_profile(folder: Path, ranks: int = 4, **per_step: Any) -> None:
         (folder / "profile" / f"rank-{rank}.json").write_text('{"traceEvents": []}')
 
 
+def write_pipeline(folder: Path, schedule: Schedule) -> Played:
+    """What a run on pipe ranks leaves of its schedule and of the times of a step, whose messages take time."""
+    stages = schedule.stages
+    played = play(schedule, {"F": [0.01] * stages, "B": [0.012] * stages, "W": [0.008] * stages}, 0.004)
+    (folder / "schedule.csv").write_text(to_csv(schedule))
+    (folder / "pipeline").mkdir()
+    for rank, line in enumerate(played.spans):
+        spans = [[*span.action, 1e9 + span.start, 1e9 + span.end] for span in line]
+        found = {"step": 3, "rank": 2 * rank, "pipe": rank, "spans": spans}
+        (folder / "pipeline" / f"rank-{rank}.json").write_text(json.dumps(found))
+    return played
+
+
 def html_of(folder: Path) -> str:
     """The page without plotly.js."""
     return run_page(read_run(folder), "", folder)
+
+
+PIPED = {"grid": {"x": 2, "pipe": 2}, "order": list(AXES)}
+
+
+@pytest.mark.parametrize("schedule", [named("zb-h1", 2, 1, 4), named("v-half", 2, 2, 4)], ids=["zb-h1", "v-half"])
+def test_a_pipeline_is_drawn_as_it_ran_and_as_planned(tmp_path: Path, schedule: Schedule) -> None:
+    folder = write_run(tmp_path / "run", records(10), **PIPED)
+    ran = write_pipeline(folder, schedule)
+    run = read_run(folder)
+    assert (run.notes, run.pipeline is not None) == ([], True)
+    figure = figures(run)["pipeline"]
+    assert {trace["name"] for trace in figure["traces"]} == {"forward", "gradients of inputs", "gradients of weights"}
+    drawn = {"y": 0, "y2": 0}
+    for trace in figure["traces"]:
+        assert trace["marker"]["color"] == PIPELINE_COLOURS[trace["text"][0].lstrip("0123456789")[0]]
+        drawn[trace["yaxis"]] += len(trace["base"])
+        if trace["yaxis"] == "y":  # every bar ends when its action did, so that what is between them is a bubble
+            ends = sorted(base + length for base, length in zip(trace["base"], trace["x"], strict=True))
+            kind = trace["text"][0].lstrip("0123456789")[0]
+            known = sorted(span.end for line in ran.spans for span in line if span.action.kind == kind)
+            assert ends == pytest.approx(known, abs=1e-6)
+    assert set(drawn.values()) == {sum(map(len, schedule.orders))}
+    page = html_of(folder)
+    assert f"Step 3 took {duration(ran.makespan)} from its first action to its last" in page
+    assert f"idle for {percent(ran.idle_share)} of it" in page
+    assert f"{duration(play(schedule, seconds_of(ran)).makespan)} and" in page  # without the time of messages
+
+
+def seconds_of(ran: Played) -> dict[str, list[float]]:
+    return {kind: [seconds] * ran.schedule.stages for kind, seconds in (("F", 0.01), ("B", 0.012), ("W", 0.008))}
+
+
+def test_a_pipeline_without_times_is_drawn_as_planned(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(10), **PIPED)
+    write_pipeline(folder, named("1f1b", 2, 1, 4))
+    (folder / "pipeline" / "rank-1.json").unlink()  # the run was killed
+    assert "No step was recorded; as planned, F, B and W of a stage take a second each" in html_of(folder)
+
+
+@pytest.mark.parametrize("damage", ["[]", "{", '{"step": 3, "spans": [["F", 0]]}', '{"step": 4, "spans": []}'])
+def test_damaged_times_of_a_pipeline_are_said(tmp_path: Path, damage: str) -> None:
+    folder = write_run(tmp_path / "run", records(10), **PIPED)
+    write_pipeline(folder, named("1f1b", 2, 1, 4))
+    (folder / "pipeline" / "rank-1.json").write_text(damage)
+    (note,) = read_run(folder).notes
+    assert "pipeline/" in note
+    assert "as planned" in html_of(folder)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Faults of every kind at every phase of a run, on 2 and 4 ranks. `make soak` runs it.
+"""Faults of every kind at every phase of a run, on 2 and 4 ranks, and on pipe ranks. `make soak` runs it.
 
     python tests/train/soak_faults.py [WORDS]       # only the cases with these words in their names
     FOURFOLD_TEST_DEVICE=cuda python tests/train/soak_faults.py      # over NCCL, 4 ranks on one GPU
@@ -22,17 +22,19 @@ from harness import DEVICE
 
 def main() -> int:
     words = sys.argv[1:]
-    known = faults.GPU_CASES if DEVICE == "cuda" else [case for ranks in (2, 4) for case in faults.cases(ranks)]
+    known = faults.GPU_CASES
+    if DEVICE != "cuda":
+        known = [*(case for ranks in (2, 4) for case in faults.cases(ranks)), *faults.PIPED]
     wanted = [case for case in known if all(word in str(case) for word in words)]
     failed, began = 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fourfold-faults-") as name:
         folder = Path(name)
         write_texts(folder)
         data = str(folder / "texts")
-        whole = {ranks: faults.undisturbed(folder, ranks, data) for ranks in {case.ranks for case in wanted}}
+        whole = {grid: faults.undisturbed(folder, grid, data) for grid in {case.on for case in wanted}}
         for number, case in enumerate(wanted):
             try:
-                ended = faults.check(case, folder / str(number), whole[case.ranks], data)
+                ended = faults.check(case, folder / str(number), whole[case.on], data)
                 print(f"ok      {case}: exit code {ended.code}, {ended.seconds:.1f} s after the fault", flush=True)
             except AssertionError as error:
                 failed += 1

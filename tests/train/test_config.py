@@ -16,18 +16,22 @@ import pytest
 from fourfold import models
 from fourfold.commands.options import grid, setting
 from fourfold.planner.machine import load_machine
-from fourfold.policy import Overlap
+from fourfold.policy import Overlap, Policy
+from fourfold.schedule.named import named
+from fourfold.schedule.stages import Stages
+from fourfold.schedule.text import to_csv
 from fourfold.train.config import (
     DataSection,
     GridSection,
     LogSection,
     OptimizerSection,
+    PipelineSection,
     SourceSection,
     TrainConfig,
     TrainSection,
     read_config,
 )
-from fourfold.train.planning import Hardware, predict, resolve
+from fourfold.train.planning import Hardware, predict, resolve, with_pipeline
 from fourfold.train.schema import keys_of, parse, sections_of, to_table
 
 SECTIONS = {field.name: type(getattr(TrainConfig(), field.name)) for field in dataclasses.fields(TrainConfig)}
@@ -55,12 +59,18 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "lora.alpha": (32, "32", NUMBER),
     "lora.dropout": (0.1, "0.1", NUMBER),
     "lora.targets": (["q", "v"], "q", "a list"),
-    **{f"grid.{axis}": (2, "2", WHOLE) for axis in ("x", "y", "z", "data")},
+    **{f"grid.{axis}": (2, "2", WHOLE) for axis in ("x", "y", "z", "data", "pipe")},
     "grid.order": (["z", "x", "y", "data"], ["z", "x", "y", "date"], '"x", "y", "z", "data"'),
+    "pipeline.schedule": ("zb-h1", 1, TEXT),
+    "pipeline.chunks": (2, "2", WHOLE),
+    "pipeline.placement": ("wave", "waves", '"loop", "wave"'),
+    "pipeline.cuts": ([0, 2], 2, "a list"),
+    "pipeline.recompute": (["none", "block"], ["blocks"], '"none", "attention", "block"'),
     "policy.dtype": ("fp64", "fp46", f'"auto", {DTYPES}'),
     "policy.reduce_dtype": ("bf16", "bf61", DTYPES),
     "policy.activations": ("replicated", "replicate", '"sharded", "replicated"'),
     "policy.recompute": ("block", "blocks", '"none", "attention", "block"'),
+    "policy.gather_weights": ("step", "steps", '"use", "block", "step"'),
     **{f"policy.{name}": (True, "true", FLAG) for name in ("keep_gathered", "keep_weights", "shard_optimizer")},
     "policy.keep_casts": (False, "false", FLAG),
     "policy.loss_chunk": (64, 64.0, WHOLE),
@@ -68,7 +78,7 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "policy.compile": (False, "autos", '"auto"'),
     **{
         f"overlap.{name}": (False, "false", FLAG)
-        for name in ("prefetch", "defer", "wgrad_behind_messages", "reduce_early")
+        for name in ("prefetch", "defer", "wgrad_behind_messages", "reduce_early", "receive_ahead")
     },
     "overlap.halves": (2, "2", WHOLE),
     "overlap.bytes_in_flight": (1 << 20, 1e6, WHOLE),
@@ -270,6 +280,15 @@ SENSELESS: list[tuple[str, Any, str]] = [
     ("overlap.bytes_in_flight", 0, "overlap.bytes_in_flight=0 must be at least 1"),
     ("overlap.joint_bytes", -1, "joint_bytes=-1 must be a number of bytes, or 0"),
     ("overlap.halves", 3, "overlap.halves=3 must be 1 or 2"),
+    (
+        "pipeline.schedule",
+        "1f1bb",
+        r"schedule='1f1bb' is no schedule \(did you mean '1f1b'\?\); choose from auto, found",
+    ),
+    ("pipeline.schedule", "blocks:0", "schedule='blocks:0' is no schedule"),
+    ("pipeline.schedule", "zb-h1", r"pipeline: schedule='zb-h1' needs a grid with pipe ranks; add pipe=2 to --grid"),
+    ("pipeline.chunks", 0, "chunks=0 must be at least 1"),
+    ("pipeline.cuts", [0, 1], r"pipeline: cuts=\(0, 1\) needs a grid with pipe ranks"),
     ("policy.bucket_bytes", 0, "bucket_bytes=0"),
     ("policy.loss_chunk", -1, "loss_chunk=-1"),
     ("train.evaluate_batches", 0, "evaluate_batches=0 must be at least 1"),
@@ -295,6 +314,83 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(key: str, value: 
     assert "__init__" not in str(caught.value)
 
 
+# --- pipelines
+
+
+def piped(layers: int = 4, pipe: int = 2, **keys: Any) -> Policy:
+    changes = [("model.layers", layers), ("grid.pipe", pipe), *((f"pipeline.{key}", keys[key]) for key in keys)]
+    return resolve(read_config(None, changes), pipe, on_gpu=False, memory_bytes=1 << 34).build_policy()
+
+
+def test_keys_of_a_pipeline_become_stages_and_a_schedule(tmp_path: Path) -> None:
+    """Chunks and placement follow from the schedule, from a file or from the cuts, where nobody gives them."""
+    assert piped().stages == Stages((0, 3, 6), (0, 1))
+    assert piped(schedule="interleaved").stages == Stages.even(4, 2, 2)
+    assert piped(schedule="v-half").stages == piped(chunks=2, placement="wave").stages == Stages.even(4, 2, 2, "wave")
+    assert piped(cuts=[0, 4], recompute=["block", "none"]).stages == Stages((0, 4, 6), (0, 1), ("block", "none"))
+    assert piped(cuts=[0, 2, 3, 4]).stages == Stages((0, 2, 3, 4, 6), (0, 1, 0, 1))
+    written = named("v-half", 2, 2, 4)
+    (tmp_path / "mine.csv").write_text(to_csv(written))
+    found = piped(schedule=str(tmp_path / "mine.csv"))
+    assert (found.stages, found.schedule) == (Stages.even(4, 2, 2, "wave"), written)
+
+
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"pipe": 8}, "pipe=8 leaves pipe rank 4 without any of the 4 layers; use pipe=4 or less"),
+    ({"cuts": [0, 3, 4]}, r"cuts=\[0, 3, 4\] are the first units of 3 stages, but there are 2; give as many"),
+    ({"cuts": [1, 3]}, r"cuts=\[1, 3\] must begin with 0, the embedding.* the model has 6 units"),
+    ({"cuts": [0, 6]}, "pipe=2 leaves pipe rank 1 without any of the 4 layers; give it one with cuts"),
+    ({"recompute": ["block"]}, "recompute has 1 values, but there are 2 stages; give one for each"),
+    ({"schedule": "v-half", "chunks": 1}, "v-half with chunks=1: it needs chunks=2"),
+    ({"schedule": "v-half", "placement": "loop"}, "the schedule places its stages on pipe ranks 0, 1, 1, 0, the model"),
+    ({"schedule": "none.csv"}, "schedule=none.csv: there is no such file; `fourfold schedule show"),
+    ({"schedule": "0F0,0B0\n1F0,1B0\n", "chunks": 1}, "says which rank holds which stage; leave chunks out"),
+    ({"schedule": "0F0,0B0\n1F0,1B0\n"}, "the schedule is for 1 micro-batches, the step has 4"),
+    ({"schedule": "0F0,0B0\n"}, "is for 1 pipe ranks, but the grid has pipe=2"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), UNFIT)
+def test_a_pipeline_that_does_not_fit_is_refused_before_anything_starts(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        piped(**keys)
+    assert str(caught.value).startswith("pipeline: ")
+
+
+def test_a_stored_pipeline_names_the_copy_of_its_schedule(tmp_path: Path) -> None:
+    config = read_config(None, [("grid.pipe", 2), ("pipeline.schedule", "somewhere/else.csv")])
+    (tmp_path / "config.toml").write_text(config.stored(tmp_path).toml())
+    (tmp_path / "schedule.csv").touch()
+    assert read_config(tmp_path / "config.toml").pipeline.schedule == str(tmp_path / "schedule.csv")
+
+
+def test_a_run_that_resumes_on_other_pipe_ranks_forgets_its_stages(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[grid]\npipe = 2\n[pipeline]\nschedule = "zb-h1"\ncuts = [0, 2]\n')
+    for pipe, kept in ((2, True), (4, False), (1, False)):
+        found = read_config(path, [("grid.pipe", pipe)], forget_grid=True, forget_stages=True)
+        assert (found.pipeline.given == {"schedule": "zb-h1", "cuts": (0, 2)}) is kept
+    assert read_config(path, [("grid.pipe", 4)], forget_grid=True).pipeline.given  # a new run is told what does not fit
+
+
+def test_what_the_planner_chooses_for_a_pipeline_goes_into_the_config() -> None:
+    config = resolve(read_config(None, [("grid.pipe", 2), ("model.layers", 4)]), 2, on_gpu=False, memory_bytes=1 << 34)
+    wave, uneven = Stages.even(4, 2, 2, "wave"), Stages((0, 4, 6), (0, 1), ("block", "none"))
+    for stages, schedule in ((wave, "v-half"), (uneven, "zb-h1"), (wave, named("v-half", 2, 2, 4))):
+        chosen = replace(config.build_policy(), stages=stages, schedule=schedule)
+        assert with_pipeline(config, chosen).build_policy() == chosen
+    given = replace(config, pipeline=PipelineSection("gpipe"))
+    assert with_pipeline(given, chosen) is given
+
+
+def test_a_model_of_the_user_has_no_stages() -> None:
+    config = read_config(None, [("grid.pipe", 2), ("model.name", "strange:model")])
+    with pytest.raises(
+        ValueError, match=r"grid.pipe=2 is for reference models, and strange:model is a model of your own"
+    ):
+        resolve(config, 2, on_gpu=False, memory_bytes=1 << 34)
+
+
 # --- TOML and the command line
 
 
@@ -316,7 +412,12 @@ def random_value(draw: random.Random, key: str) -> Any:
 def random_config(draw: random.Random) -> TrainConfig:
     table: dict[str, Any] = {}
     for key in KEYS:
-        alone = key.startswith("data.sources") or key in ("batch.micro_steps", "optimizer.name")  # others must fit them
+        fitting = (
+            "batch.micro_steps",
+            "optimizer.name",
+            "pipeline.schedule",
+        )  # others must fit them, or they known names
+        alone = key.startswith("data.sources") or key in fitting
         if draw.random() < 0.5 and not alone:
             section, _, name = key.partition(".")
             table.setdefault(section, {})[name] = random_value(draw, key)
@@ -345,7 +446,7 @@ def test_toml_takes_every_character() -> None:
 def test_a_file_reads_back_and_the_command_line_wins(tmp_path: Path) -> None:
     config = replace(
         TrainConfig(),
-        grid=GridSection(x=2, z=2, order=("z", "x", "y", "data")),
+        grid=GridSection(x=2, z=2, order=("z", "x", "y", "data", "pipe")),
         data=DataSection(sources=(SourceSection("a"), SourceSection('b "c"\n猫', 0.5, 3))),
         train=TrainSection(out="ünï", steps=5),
         optimizer=OptimizerSection(clip=float("inf"), eps=1e-08),
@@ -360,7 +461,7 @@ def test_a_file_reads_back_and_the_command_line_wins(tmp_path: Path) -> None:
     )
     # another grid is another grid: no axis of the file's remains
     other = read_config(path, [("grid.y", 2)], forget_grid=True)
-    assert (other.grid.shape.sizes, other.grid.order) == ({"x": 1, "y": 2, "z": 1, "data": 1}, ("z", "x", "y", "data"))
+    assert str(other.grid.shape) == "y=2 order=z,x,y,data"
     assert read_config(path, forget_grid=True).grid.auto
 
 
@@ -457,8 +558,8 @@ def test_an_automatic_grid_fits_the_memory() -> None:
 
     def found_with(memory_bytes: int) -> tuple[TrainConfig, int]:
         given = {"batch.micro_steps": 1, "policy.recompute": "none"}
-        found = resolved(given, 4, on_gpu=True, memory_bytes=memory_bytes)
-        price = predict(found, Hardware(4, "an unknown GPU", memory_bytes, 1)).price
+        found = resolved(given, 2, on_gpu=True, memory_bytes=memory_bytes)
+        price = predict(found, Hardware(2, "an unknown GPU", memory_bytes, 1)).price
         return found, price.memory.total + price.task.machine.reserve
 
     first, needed = found_with(1 << 40)
@@ -466,7 +567,7 @@ def test_an_automatic_grid_fits_the_memory() -> None:
     assert second.grid.shape != first.grid.shape
     assert less < needed
     with pytest.raises(
-        ValueError, match=r"--grid auto: the model fits on no grid of 4 .*or give a grid, such as --grid"
+        ValueError, match=r"--grid auto: the model fits on no grid of 2 .*or give a grid, such as --grid"
     ):
         found_with(load_machine("dgx-h100").reserve + 1000)
 
@@ -498,12 +599,11 @@ def test_a_grid_is_found_on_the_machine_that_is_named() -> None:
 
 def test_a_given_grid_stays_with_its_order() -> None:
     found = resolved({"grid.x": 2, "grid.order": ["data", "z", "y", "x"]}, 2)
-    assert found.grid.shape.sizes == {"x": 2, "y": 1, "z": 1, "data": 1}
-    assert found.grid.shape.order == ("data", "z", "y", "x")
+    assert str(found.grid.shape) == "x=2 order=data,z,y,x"
 
 
 def test_an_automatic_grid_keeps_the_order_asked_for() -> None:
-    assert resolved({"grid.order": ["data", "z", "y", "x"]}, 4).grid.shape.order == ("data", "z", "y", "x")
+    assert resolved({"grid.order": ["data", "z", "y", "x"]}, 4).grid.shape.order == ("data", "z", "y", "x", "pipe")
 
 
 def test_rows_that_do_not_divide_are_refused_with_a_way_out() -> None:

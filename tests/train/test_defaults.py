@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -62,6 +63,28 @@ def test_rows_that_nobody_gave_fit_the_grid(axis: str, ranks: int) -> None:
     found = resolved(ranks, on_gpu=False, **{f"grid__{axis}": ranks})
     assert found.batch.rows % ranks == 0
     assert found.batch.rows >= 12
+
+
+PIPED = [
+    ({"pipe": 2}, 16, 4),
+    ({"pipe": 4, "z": 2}, 16, 8),
+    ({"pipe": 8, "data": 2}, 16, 8),  # a row for each micro-batch, which are fewer than two for each pipe rank
+    ({"pipe": 3}, 18, 6),
+]
+
+
+@pytest.mark.parametrize(("axes", "rows", "micro_steps"), PIPED)
+def test_pipe_ranks_get_two_micro_batches_each_where_the_rows_allow_it(
+    axes: dict[str, int], rows: int, micro_steps: int
+) -> None:
+    given = {f"grid__{axis}": size for axis, size in axes.items()}
+    found = resolved(prod(axes.values()), on_gpu=False, model__layers=8, **given)
+    assert (found.batch.rows, found.batch.micro_steps) == (rows, micro_steps)
+    with pytest.raises(ValueError, match=r"batch.rows=16 in micro_steps=1 gives 16 rows, .* use a multiple of 3 rows"):
+        resolved(6, on_gpu=False, grid__pipe=2, grid__z=3, batch__rows=16)
+    assert resolved(2, on_gpu=False, grid__pipe=2, batch__rows=7).batch.micro_steps == 7
+    assert resolved(2, on_gpu=False, grid__pipe=2, batch__rows=30).batch.micro_steps == 5
+    assert resolved(2, on_gpu=False, grid__pipe=2, batch__micro_steps=1).batch.micro_steps == 1
 
 
 def test_what_is_given_stays() -> None:

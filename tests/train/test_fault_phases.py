@@ -23,9 +23,12 @@ CASES = [
     Case("first step", "Ctrl-C", 2),
     Case("save", "SIGTERM", 2),
     Case("resume", "SIGTERM", 2),
+    Case("step", "stop", 2, "pipe=2"),
 ]
 
 SLOW = [
+    Case("step", "kill", 4, "pipe=2,x=2"),
+    Case("save", "kill", 4, "pipe=4"),
     Case("step", "NaN", 2),
     Case("save", "full disk", 2),
     Case("evaluation", "stop and continue", 2),
@@ -47,15 +50,15 @@ SLOW = [
 ]
 
 
-class Undisturbed(dict[int, Path]):
-    """The undisturbed runs by number of ranks, each trained when it is needed first."""
+class Undisturbed(dict[str, Path]):
+    """The undisturbed runs by grid, each trained when it is needed first."""
 
     def __init__(self, folder: Path, data: str) -> None:
         self._folder, self._data = folder, data
 
-    def __missing__(self, ranks: int) -> Path:
-        self[ranks] = faults.undisturbed(self._folder, ranks, self._data)
-        return self[ranks]
+    def __missing__(self, grid: str) -> Path:
+        self[grid] = faults.undisturbed(self._folder, grid, self._data)
+        return self[grid]
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +69,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(data: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def undisturbed(data: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("undisturbed")
     return Undisturbed(folder, data)
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
 def test_a_fault_is_named_ends_in_time_and_loses_nothing(
-    case: Case, undisturbed: dict[int, Path], data: str, tmp_path: Path
+    case: Case, undisturbed: dict[str, Path], data: str, tmp_path: Path
 ) -> None:
-    faults.check(case, tmp_path / "case", undisturbed[case.ranks], data)
+    faults.check(case, tmp_path / "case", undisturbed[case.on], data)
 
 
 def test_the_cases_above_have_every_phase_and_every_kind() -> None:
     assert {case.phase for case in (*CASES, *SLOW)} == set(faults.PHASES)
     assert {case.kind for case in (*CASES, *SLOW)} == set(faults.KINDS)
-    assert {*CASES, *SLOW} <= {case for ranks in faults.GRIDS for case in faults.cases(ranks)}
+    assert {*CASES, *SLOW} <= {*(case for ranks in faults.GRIDS for case in faults.cases(ranks)), *faults.PIPED}
 
 
 def test_there_are_at_least_150_cases_in_the_soak() -> None:

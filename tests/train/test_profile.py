@@ -252,8 +252,11 @@ def test_covered_counts_what_overlaps_once() -> None:
 
 
 def test_the_slowest_rank_may_differ_by_axis() -> None:
-    """Seconds, then those on the link of x, y, z, data, then those exposed."""
-    ranks = [[1.0, 0.1, 0.0, 0.4, 0.0, 0.1, 0.0, 0.0, 0.0], [1.5, 0.3, 0.0, 0.2, 0.0, 0.0, 0.0, 0.2, 0.0]]
+    """Seconds, then those on the link of x, y, z, data, pipe, then those exposed."""
+    ranks = [
+        [1.0, 0.1, 0.0, 0.4, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0],
+        [1.5, 0.3, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.2, 0.0, 0.0],
+    ]
     assert len(ranks[0]) == 1 + 2 * len(AXES)
     assert summarize(ranks, ["x", "z"]) == {
         "seconds": {"mean": 1.25, "slowest": 1.5, "slowest_rank": 1},

@@ -63,7 +63,7 @@ def test_a_rank_keeps_its_warnings_and_how_it_ended(tmp_path: Path) -> None:
         _ = 1 / 0
     assert warnings.showwarning is shown
     text = (tmp_path / RANK_LOGS / "rank-00000.txt").read_text()
-    assert re.search(r"INFO fourfold: rank 0 \(x=0, y=0, z=0, data=0\) begins: \S+, process \d+", text)
+    assert re.search(r"INFO fourfold: rank 0 \(x=0, y=0, z=0, data=0, pipe=0\) begins: \S+, process \d+", text)
     assert "WARNING fourfold: UserWarning: this is odd" in text
     assert "ZeroDivisionError: division by zero" in text
 

@@ -127,7 +127,7 @@ def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
     assert [path.suffix for path in (folder / "data").iterdir()] == [".tokens"]
     facts = json.loads((folder / "run.json").read_text())
     model = models.config("gpt-tiny", layers=1)
-    assert facts["grid"] == {"x": 1, "y": 1, "z": 1, "data": 1}
+    assert facts["grid"] == Shape().sizes
     assert facts["order"] == list(AXES)
     assert (facts["ranks"], facts["model"], facts["steps"], facts["tokens_per_step"]) == (1, "gpt-tiny", STEPS, 48)
     assert facts["parameters"] == model.parameters
@@ -259,7 +259,7 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
     }  # fmt: skip
     config = parse(TrainConfig, found["config"])
     assert replace(config, train=replace(config.train, out=None)) == read_config(tmp_path / "run" / "config.toml")
-    assert found["grid"] == {"x": 1, "y": 1, "z": 1, "data": 1}
+    assert found["grid"] == Shape().sizes
     lines = [line for line in lines_of(tmp_path / "run") if line["event"] == "step"]
     assert found["steps"] == [{key: value for key, value in line.items() if key != "event"} for line in lines]
     assert found["end"] == {"step": 3, "reason": "finished"}
@@ -290,7 +290,7 @@ def test_print_config_reads_back_and_starts_nothing(one: Ranks, tmp_path: Path) 
     path = tmp_path / "c.toml"
     path.write_text(left.out)
     config = read_config(path)
-    assert config.grid.shape.sizes == {"x": 2, "y": 1, "z": 2, "data": 1}
+    assert config.grid.shape.sizes == Shape(x=2, z=2).sizes
     assert (config.policy.dtype, config.policy.compile, config.model.layers) == ("fp64", False, 1)
     assert config.overlap == Overlap(halves=2)
     assert config.toml(explained=True) == left.out
@@ -299,7 +299,7 @@ def test_print_config_reads_back_and_starts_nothing(one: Ranks, tmp_path: Path) 
     (left,) = one.run(cli, "train", str(path), "--grid", "auto", "--ranks", "4", "--print-config", "--device", "cpu")
     assert left.err.startswith("grid data=4 by the planner: ")
     assert left.err.count("\n") == 1
-    assert read_config(None, [*_flat(tomllib.loads(left.out))]).grid.shape.sizes == {"x": 1, "y": 1, "z": 1, "data": 4}
+    assert read_config(None, [*_flat(tomllib.loads(left.out))]).grid.shape.sizes == Shape(data=4).sizes
 
 
 def _flat(table: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -695,7 +695,7 @@ def test_torchrun_starts_the_ranks(jobs: dict[str, Job]) -> None:
     left = ended(job, timeout=120)
     assert left.code == 0, left.err
     found = json.loads(left.out)
-    assert found["grid"] == {"x": 2, "y": 1, "z": 1, "data": 1}
+    assert found["grid"] == Shape(x=2).sizes
     assert [step["loss"] for step in found["steps"]] == column(job.folder, "step", "loss")
     assert found["steps"][0]["wire_bytes"].keys() == {"x"}
     assert (job.folder / "checkpoints" / "step-00000002" / "rank-00001.safetensors").exists()

@@ -1,7 +1,7 @@
 """Ranks killed at random instants of training and saving, again and again: the run ends with the losses of one that
 was left alone. `make soak` runs it.
 
-    python tests/watch/soak_kills.py [KILLS] [SEED]         # default 100 kills
+    python tests/watch/soak_kills.py [KILLS] [SEED] [GRID ...]         # default 100 kills on each grid of GRIDS
 
 A run on four ranks saves after every few steps. Some time after its ranks have taken a step, saving or not, one of
 them is killed with SIGKILL; the agent starts them again and they go on from the newest complete checkpoint. Every
@@ -23,8 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 
 STEPS = 90
+GRIDS = ("x=2,data=2", "pipe=2,x=2", "pipe=4")
 COMMAND = [
-    sys.executable, "-W", "ignore", "-m", "fourfold.cli", "train", "--model", "gpt-tiny", "--grid", "x=2,data=2",
+    sys.executable, "-W", "ignore", "-m", "fourfold.cli", "train", "--model", "gpt-tiny", "--set", "model.layers=4",
     "--steps", str(STEPS), "--set", "checkpoint.every=3", "--set", "batch.rows=4", "--set", "batch.seq=32",
     "--set", "policy.shard_optimizer=true", "--set", "train.evaluate_every=0", "--set", "log.tensorboard=false",
     "--set", "plan.compare=false", "--device", "cpu", "--restarts", "1000",
@@ -34,35 +35,40 @@ HANG_SECONDS = 180.0
 
 
 def main() -> int:
-    kills, seed = (int(text) for text in [*sys.argv[1:], *["100", "0"][len(sys.argv) - 1 :]])
-    chance = random.Random(seed)
-    began = time.monotonic()
+    kills, seed = (int(text) for text in [*sys.argv[1:3], *["100", "0"][len(sys.argv[1:3]) :]])
+    return max(under_fire(grid, kills, seed) for grid in sys.argv[3:] or GRIDS)
+
+
+def under_fire(grid: str, kills: int, seed: int) -> int:
+    """Return 0 if the losses on this grid are those of an undisturbed run, whatever was killed."""
+    chance, began = random.Random(seed), time.monotonic()
+    command = [*COMMAND, "--grid", grid]
     with tempfile.TemporaryDirectory(prefix="fourfold-kills-") as folder:
-        expected = undisturbed(Path(folder) / "alone")
+        expected = undisturbed(command, Path(folder) / "alone")
         done, in_saves, runs = 0, 0, 0
         while done < kills:
             run = Path(folder) / f"run-{runs}"
-            killed, saving = disturb(run, chance, kills - done)
+            killed, saving = disturb(command, run, chance, kills - done)
             found = losses(run)
             if found != expected:
-                print(f"run {runs} after {killed} kills: {differing(found, expected)}")
+                print(f"{grid}: run {runs} after {killed} kills: {differing(found, expected)}")
                 return 1
             done, in_saves, runs = done + killed, in_saves + saving, runs + 1
-            seconds = f"{time.monotonic() - began:.0f} s"
-            print(f"{done} kills, {in_saves} during a save, in {runs} runs, losses equal, {seconds}", flush=True)
+            said = f"{done} kills, {in_saves} during a save, in {runs} runs, losses equal"
+            print(f"{grid}: {said}, {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 
-def undisturbed(run: Path) -> list[tuple[int, float]]:
-    subprocess.run([*COMMAND, "--resume", str(run)], check=True, stdout=subprocess.DEVNULL)
+def undisturbed(command: list[str], run: Path) -> list[tuple[int, float]]:
+    subprocess.run([*command, "--resume", str(run)], check=True, stdout=subprocess.DEVNULL)
     return losses(run)
 
 
-def disturb(run: Path, chance: random.Random, most: int) -> tuple[int, int]:
+def disturb(command: list[str], run: Path, chance: random.Random, most: int) -> tuple[int, int]:
     """Let a run come to its end under fire; how often it was hit, and how often during a save."""
     killed = in_saves = 0
     with (run.parent / f"{run.name}.log").open("w") as log:
-        job = start(run, log)
+        job = start(command, run, log)
         while True:
             before = size(run)
             if not moved(run, before, job):
@@ -78,11 +84,11 @@ def disturb(run: Path, chance: random.Random, most: int) -> tuple[int, int]:
             killed, in_saves = killed + hit, in_saves + (hit and saving)
             if whole:
                 job.wait()
-                job = start(run, log)
+                job = start(command, run, log)
 
 
-def start(run: Path, log: object) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([*COMMAND, "--resume", str(run)], stdout=log, stderr=log, start_new_session=True)  # type: ignore[call-overload]
+def start(command: list[str], run: Path, log: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([*command, "--resume", str(run)], stdout=log, stderr=log, start_new_session=True)  # type: ignore[call-overload]
 
 
 def size(run: Path) -> int:

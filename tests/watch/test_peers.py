@@ -16,6 +16,7 @@ from fourfold.watch.peers import (
     COMPUTE,
     IN_A_ROW,
     INTEGERS,
+    Copies,
     StepTimes,
     Straggler,
     Stragglers,
@@ -116,11 +117,12 @@ def flipped(shape: Shape, rank: int | None) -> str:
     """What a rank says once a bit of one rank's parameters was flipped."""
     grid = grid_of(shape)
     model = ff.models.build("gpt-tiny", grid)
+    copies = Copies("embedding.weight", (0, shape.pipe - 1)) if shape.pipe > 1 else None
     if grid.rank == rank:
         local_of(next(model.parameters())).view(torch.int32)[0, 0] ^= 1
     sent = grid.ledger.calls.total()
     try:
-        check_replicas(model_shards(model), grid)
+        check_replicas(model_shards(model), grid, copies)
     except (ReplicasDifferError, FailedElsewhereError) as error:
         return str(error)
     assert grid.ledger.calls.total() == sent, "a check belongs to no step"
@@ -138,4 +140,12 @@ def test_the_rank_that_differs_is_named_on_all_ranks(ranks) -> None:
         for said in found
     )
     found = ranks(4).run(flipped, Shape(x=2, data=2), 3)
+    assert all("parameters or optimizer state of ranks 1, 3 differ from each other" in said for said in found)
+
+
+def test_pipe_ranks_compare_the_table_that_both_ends_hold(ranks) -> None:
+    """The other parameters differ by pipe rank, and only their replicas along data are alike."""
+    pool = ranks(4)
+    assert pool.run(flipped, Shape(data=2, pipe=2), None) == pool.run(flipped, Shape(x=2, pipe=2), None) == [""] * 4
+    found = pool.run(flipped, Shape(x=2, pipe=2), 3)
     assert all("parameters or optimizer state of ranks 1, 3 differ from each other" in said for said in found)

@@ -6,17 +6,19 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from fourfold.grid import Shape
 from fourfold.job import ranks_text
 from fourfold.ledger import Collective, Ledger
-from fourfold.watch.diagnose import Diagnosis, diagnose
+from fourfold.watch.diagnose import Diagnosis, diagnose, missed_by
 from fourfold.watch.processes import ProcessState
-from fourfold.watch.tape import ENTRIES, Tape, TapeReading, Waits, read, read_all, tape_path
+from fourfold.watch.tape import ENTRIES, MAX_LINES, Tape, TapeReading, Waits, other_end, read, read_all, tape_path
 
 SHAPE = Shape(x=2, z=2)
 
@@ -72,6 +74,40 @@ def test_a_frozen_tape_stays_as_it_is(tape: Tape, tmp_path: Path) -> None:
     assert found.doing is not None
     assert found.doing.what == "waiting"
     tape.close()
+
+
+PIPED = Shape(pipe=3)
+HIGHER, LOWER = "F toward higher ranks", "B toward lower ranks"
+
+
+def end(op: Literal["send", "receive"], peer: int, micro: int, lane: str = HIGHER) -> Collective:
+    toward = 1 if lane == HIGHER else -1
+    stage = peer if op == "receive" else peer - toward
+    return Collective(op, "pipe", 64, 3, f"stream of stage {stage}, micro-batch {micro}", lane, peer)
+
+
+def test_messages_are_counted_by_lane_and_peer(tmp_path: Path) -> None:
+    """Both ends of one lane meet by their numbers, whatever else travels along pipe."""
+    tape = Tape(tape_path(tmp_path, 1), 1, PIPED)
+    records = [end("receive", 0, 0), end("receive", 0, 1), end("send", 2, 0), end("receive", 2, 0, LOWER)]
+    for record in (*records, Collective("all_reduce", "pipe", 8, 3, "loss")):
+        tape.launched(record)
+    found = read(tape_path(tmp_path, 1))
+    assert found.launched == {"pipe:F+<0": 2, "pipe:F+>2": 1, "pipe:B-<2": 1, "pipe": 1}
+    read_back = [(entry.record.op, entry.record.lane, entry.record.peer) for entry in found.entries[:-1]]
+    assert read_back == [(record.op, record.lane, record.peer) for record in records]
+    assert [other_end(line, 1) for line in ("pipe:F+<0", "pipe:B-<2", "pipe:F+>2")] == [
+        "pipe:F+>1", "pipe:B->1", "pipe:F+<1"
+    ]  # fmt: skip
+
+
+def test_many_peers_leave_the_tape_whole(tmp_path: Path) -> None:
+    tape = Tape(tape_path(tmp_path, 0), 0, Shape(pipe=64))
+    for peer in range(1, 64):
+        tape.launched(end("send", peer, 0))
+    found = read(tape_path(tmp_path, 0))
+    assert len(found.launched) == MAX_LINES
+    assert [entry.record.peer for entry in found.entries] == list(range(1, 64))
 
 
 def test_tapes_of_a_start_with_more_ranks_are_not_read(tmp_path: Path) -> None:
@@ -186,7 +222,8 @@ def test_ranks_that_launched_different_things_are_named(tmp_path: Path) -> None:
     tapes = job(tmp_path, lambda rank, tape: go(tape, PROGRAM[1:] if rank == 2 else PROGRAM[:2], waits=True))
     found = diagnose(tapes, {})
     assert found.disagreement is not None
-    assert (found.disagreement.axis, found.disagreement.number) == ("x", 1)
+    assert found.disagreement.where == "which collective comes next along x"
+    assert {entry.number for entry in found.disagreement.launched.values()} == {1}
     assert "ranks disagree on which collective comes next along x" in found.headline
     assert found.headline.endswith(
         "rank 2 launched all_gather[x] three of 64 bytes in step 0, rank 3 all_gather[x] one of 64 bytes in step 0"
@@ -303,3 +340,51 @@ def test_many_ranks_are_counted() -> None:
     assert ranks_text([4]) == "rank 4"
     assert ranks_text(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"
     assert ranks_text(range(64)).endswith("10, 11, ... (64 of them)")
+
+
+# --- messages between pipe ranks
+
+
+def pipeline(rank: int, tape: Tape, *, stopped: int, micros: int = 2) -> None:
+    """Forward passes of a pipe of three; one rank is stopped before its second. The last one sends a gradient back."""
+    for micro in range(micros):
+        if rank == stopped and micro == 1:
+            return
+        if rank > 0:
+            go(tape, [end("receive", rank - 1, micro)], waits=stopped < rank and micro == 1)
+            if stopped < rank and micro == 1:
+                return
+        if rank < 2:
+            go(tape, [end("send", rank + 1, micro)], waits=False)
+    if rank == 0:
+        go(tape, [end("receive", 1, 0, LOWER)], waits=True)
+
+
+def test_a_rank_that_sends_nothing_is_named_with_stage_micro_batch_and_both_ranks(tmp_path: Path) -> None:
+    found = diagnose(job(tmp_path, partial(pipeline, stopped=1), PIPED), {})
+    assert found.culprits == (1,)
+    assert found.headline == "step 0: stream of stage 1, micro-batch 1, from rank 1 to rank 2: rank 1 never arrived"
+    shown = "\n".join(found.lines())
+    assert re.search(r"\(number 2 of F toward higher ranks\) from rank 1 to rank 2: rank 2 came; rank 1 did not", shown)
+    assert "from rank 1 to rank 0: rank 0 came; rank 1 did not come" in shown
+
+
+def test_a_dead_rank_is_named_with_the_message_that_another_missed(tmp_path: Path) -> None:
+    """Also where nobody waits: a send to a rank that is gone fails when it is launched."""
+    tapes = job(tmp_path, partial(pipeline, stopped=1), PIPED)
+    assert missed_by(tapes, 1) == "step 0: stream of stage 1, micro-batch 0, from rank 1 to rank 0, never arrived"
+    assert missed_by(tapes, 2) == missed_by({}, 1) == ""
+    tape = Tape(tape_path(tmp_path, 0), 0, PIPED)
+    for micro in range(2):
+        tape.launched(end("send", 1, micro))
+    assert missed_by(read_all(tmp_path), 1).endswith("stage 0, micro-batch 1, from rank 0 to rank 1, never arrived")
+
+
+def test_ends_of_a_message_that_do_not_match_are_named(tmp_path: Path) -> None:
+    def act(rank: int, tape: Tape) -> None:
+        if rank < 2:
+            go(tape, [end("send", 1, 0)] if rank == 0 else [replace(end("receive", 0, 0), nbytes=32)], waits=True)
+
+    found = diagnose(job(tmp_path, act, PIPED), {})
+    assert found.disagreement is not None
+    assert found.headline.startswith("step 0: ranks disagree on which message comes next from rank 0 to rank 1: rank 0")

@@ -100,6 +100,7 @@ def describe(folder: Path, record: Record) -> dict[str, Any]:
                 "dtype": str(info.dtype).removeprefix("torch."),
                 "cuts": [list(cut) for cut in info.storage.cuts],
                 "bytes": info.nbytes,
+                **({"pipe": list(info.pipe)} if info.pipe else {}),
             }
             for name, info in record.tensors.items()
         },
@@ -126,7 +127,9 @@ def inspect_text(document: dict[str, Any]) -> str:
         cut = [
             f"dim {dim} over {', '.join(layout.over(dim))}" for dim in range(len(entry["shape"])) if layout.over(dim)
         ]
-        rows.append((name, shape, entry["dtype"], nbytes(entry["bytes"]), "; ".join(cut) or "whole"))
+        cut = cut or ["whole"]
+        cut += [f"on pipe {', '.join(map(str, entry['pipe']))}"] if "pipe" in entry else []
+        rows.append((name, shape, entry["dtype"], nbytes(entry["bytes"]), "; ".join(cut)))
     return "\n".join([document["path"], *table(facts), "", *table(rows, right=(3,))])
 
 

@@ -32,8 +32,9 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     grid = Grid.of_shape(shape, device=device)
     raise_on_signals()
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
-    # every new token changes the shapes, and each shape would be compiled again
-    policy = replace(config.build_policy(), compile=False)
+    # without the stages of the run, which were for its own grid; and every new token changes the shapes, each of which
+    # would be compiled again
+    policy = replace(config.build_policy(), compile=False, stages=None, schedule="auto")
     dtype, lora = config.policy.parameters, config.lora.build()
     model = build(config.model.build(), grid, policy=policy, dtype=dtype, lora=lora)
     # rank 0 decides which checkpoint: a run in progress may save a newer one before the other ranks look

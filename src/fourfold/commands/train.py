@@ -78,9 +78,9 @@ from fourfold.train.run_folder import (
 )
 from fourfold.train.schema import to_table
 from fourfold.train.signals import NAMES, ignore_signals, raise_on_signals
-from fourfold.watch.diagnose import diagnose
+from fourfold.watch.diagnose import diagnose, missed_by
 from fourfold.watch.liveness import NoAlarm, Phase
-from fourfold.watch.tape import read_all
+from fourfold.watch.tape import TapeReading, read_all
 
 LISTED = {
     "steps": "step", "evaluations": "evaluation", "skipped": "skipped", "spikes": "spike", "saved": "saved",
@@ -157,7 +157,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def planned_keys(asked: TrainConfig, config: TrainConfig) -> Iterator[tuple[str, Any]]:
     """Yield the keys that the planner may have chosen for a config, with their values."""
-    for section in ("batch", "policy"):
+    for section in ("batch", "policy", "pipeline"):
         before, after = to_table(getattr(asked, section)), to_table(getattr(config, section))
         yield from ((f"{section}.{key}", value) for key, value in after.items() if value != before[key])
 
@@ -195,8 +195,14 @@ class RunRestarts(RestartPolicy):
 
     def evidence(self, since: float) -> str:
         """Return how the ranks of this start launched different collectives, by their tapes; empty if they did not."""
-        found = diagnose({rank: tape for rank, tape in read_all(self._out).items() if tape.who.began >= since}, {})
+        found = diagnose(self._tapes(since), {})
         return found.headline if found.disagreement is not None else ""
+
+    def missed(self, rank: int, since: float) -> str:
+        return missed_by(self._tapes(since), rank)
+
+    def _tapes(self, since: float) -> dict[int, TapeReading]:
+        return {rank: tape for rank, tape in read_all(self._out).items() if tape.who.began >= since}
 
     def next_start(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
         if self._arguments_for is not None and 0 < (left := gpus_left()) < ranks:
@@ -537,13 +543,14 @@ def requested(options: argparse.Namespace, ranks: int | None) -> TrainConfig:
                 f"{changed['train.steps']} does too; give one of them"
             )
         changes.append(("train.epochs", None))  # the command line wins over the epochs of a file or of a stored run
-    config = read_config(source, changes, forget_grid=options.grid is not None)
+    resumes = options.resume is not None
+    config = read_config(source, changes, forget_grid=options.grid is not None, forget_stages=resumes)
     if options.resume is None or options.grid or config.grid.auto:
         return config
     if ranks in (None, config.grid.shape.world):
         return config
     # the planner chose the stored order for the other grid
-    return read_config(source, [("grid.order", list(AXES)), *changes], forget_grid=True)
+    return read_config(source, [("grid.order", list(AXES)), *changes], forget_grid=True, forget_stages=True)
 
 
 def count_steps_here(config: TrainConfig) -> TrainConfig:

@@ -29,6 +29,7 @@ CUTS = dict.fromkeys(AXES, "") | {
     "y": "features of the residual stream",
     "z": "rows of the batch; storage of the weights",
     "data": "rows of the batch; whole replicas",
+    "pipe": "layers, into stages",
 }
 """The dims that each axis cuts, in a few words; empty for an axis that has no description yet."""
 

@@ -1,4 +1,4 @@
-"""Read a run folder: `config.toml`, `run.json`, `metrics.jsonl` and `profile/`, as the trainer writes them.
+"""Read a run folder as the trainer writes it: `config.toml`, `run.json`, `metrics.jsonl`, `profile/`, `pipeline/`.
 
 A run may have been killed in the middle of a line, resumed from an earlier step, or diverged. All of this can be read:
 `RunData.notes` mentions everything that was left out, so nothing is dropped silently. It is an error if the folder is
@@ -24,11 +24,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any, overload
 
-from fourfold.axes import AXES
+from fourfold.axes import AXES, PIPE
 from fourfold.parse import parse_json
 from fourfold.report.units import known
+from fourfold.schedule.action import Action, Schedule
+from fourfold.schedule.play import ActionSpan, Played, play
+from fourfold.schedule.text import from_csv
 from fourfold.shape import Shape
 
 FILES = ("config.toml", "run.json", "metrics.jsonl")
@@ -221,6 +225,47 @@ class ProfileSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineRecord:
+    """The schedule of a pipeline, and when its actions ran in one step."""
+
+    schedule: Schedule
+    step: int | None = None
+    """The step that was recorded; None if none was, or not on all pipe ranks."""
+    spans: tuple[tuple[ActionSpan, ...], ...] = ()
+    """The actions of every pipe rank, in seconds since the first of them began."""
+
+    @property
+    def makespan(self) -> float:
+        return max(span.end for spans in self.spans for span in spans)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all pipe ranks' time in which they did not compute."""
+        busy = sum(span.end - span.start for spans in self.spans for span in spans)
+        return 1 - busy / (self.makespan * len(self.spans)) if self.makespan > 0 else 0.0
+
+    def planned(self) -> Played:
+        """Return the schedule with the median time of each stage's actions, and with messages that take no time.
+
+        Without a recorded step F, B and W take a second each.
+        """
+        stages = range(self.schedule.stages)
+        taken: dict[tuple[str, int], list[float]] = {}
+        for span in (span for spans in self.spans for span in spans):
+            taken.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+
+        def seconds(kind: str, stage: int) -> float:
+            if not self.spans:
+                return 1.0
+            if found := taken.get((kind, stage)):
+                return median(found)
+            both = taken.get(("BW", stage))
+            return median(both) / 2 if both else 0.0
+
+        return play(self.schedule, {kind: [seconds(kind, stage) for stage in stages] for kind in ("F", "B", "W")})
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluations:
     """The evaluations in the order of their steps: validation losses, all of them finite."""
 
@@ -249,6 +294,7 @@ class RunData:
     end: str | None = None
     """Why the run ended; None if it recorded no end."""
     profile: ProfileSummary | None = None
+    pipeline: PipelineRecord | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -285,6 +331,8 @@ def read_run(folder: Path) -> RunData:
     _read_metrics(run)
     if (folder / "profile" / "summary.json").is_file():
         _read_profile(run, (folder / "profile").resolve())
+    if shape.sizes[PIPE] > 1 and (folder / "schedule.csv").is_file():
+        _read_pipeline(run, folder)
     return run
 
 
@@ -610,6 +658,28 @@ def _read_profile(run: RunData, folder: Path) -> None:
         )
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         run.notes.append(f"profile/summary.json could not be read ({type(error).__name__}: {error}).")
+
+
+def _read_pipeline(run: RunData, folder: Path) -> None:
+    """Read the schedule of pipe ranks, and when its actions ran in the step that was recorded."""
+    try:
+        schedule = from_csv((folder / "schedule.csv").read_text())
+        schedule.check()
+        run.pipeline = PipelineRecord(schedule)
+        files = [folder / "pipeline" / f"rank-{rank}.json" for rank in range(schedule.pipe)]
+        if not all(file.is_file() for file in files):
+            return
+        found = [parse_json(file.read_bytes()) for file in files]
+        lines = [[ActionSpan(Action(*span[:3]), *map(float, span[3:])) for span in one["spans"]] for one in found]
+        orders = tuple(tuple(span.action for span in line) for line in lines)
+        if orders != schedule.orders or len({one["step"] for one in found}) > 1:
+            run.notes.append("pipeline/ has the times of another schedule or of several steps, and is not drawn.")
+            return
+        first = min(line[0].start for line in lines)
+        spans = tuple(tuple(ActionSpan(a, start - first, end - first) for a, start, end in line) for line in lines)
+        run.pipeline = PipelineRecord(schedule, int(found[0]["step"]), spans)
+    except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
+        run.notes.append(f"schedule.csv or pipeline/ could not be read ({type(error).__name__}: {error}).")
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:

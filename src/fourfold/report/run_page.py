@@ -21,8 +21,10 @@ from urllib.parse import quote
 from fourfold.axes import AXES
 from fourfold.report import page
 from fourfold.report.page import Figure, card, colour, hint, plot_axis, plot_layout, section, table
-from fourfold.report.run_data import OverRanks, ProfileSummary, RunData, StepTable, read_run
+from fourfold.report.run_data import OverRanks, PipelineRecord, ProfileSummary, RunData, StepTable, read_run
 from fourfold.report.units import DASH, count, duration, known, nbytes, percent, plain
+from fourfold.schedule.play import Played
+from fourfold.schedule.text import label
 from fourfold.shape import Shape
 
 T = TypeVar("T")
@@ -51,6 +53,16 @@ LINKED_TRACES = 16
 
 DRAWN_RANKS = 64
 """The largest number of ranks that are drawn one by one; above that only the sizes of the axes are shown."""
+
+DRAWN_ACTIONS = 8000
+"""The largest number of actions of a pipeline that are drawn: with more, a bar is narrower than a pixel."""
+
+NAMED_ACTIONS = 40
+"""The largest number of actions of a pipe rank whose bars have their names in them: a longer row has no room."""
+
+PIPELINE_KINDS = {"F": "forward", "B": "gradients of inputs", "W": "gradients of weights", "BW": "backward"}
+PIPELINE_COLOURS = {"F": "var(--hue-0)", "B": "var(--hue-2)", "W": "var(--hue-1)", "BW": "var(--hue-2)"}
+"""The names and colours of the kinds of actions."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 MFU = f"MFU = model FLOPs per token {TIMES} tokens/s / (ranks {TIMES} peak FLOP/s)"
@@ -96,6 +108,7 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
         _figure("kept", "Kept for backward", drawn),
         "</div>",
         *_plan(run, drawn),
+        *_pipeline(run, drawn),
         *_profile(run, drawn, beside),
         section("The grid", draw_grid(run.shape)),
         section(f"Skipped steps ({len(run.skipped)})", _skipped_table(run)),
@@ -264,6 +277,7 @@ def figures(run: RunData) -> dict[str, Figure]:
         if max(steps) - min(steps) < 8:
             figure["layout"]["xaxis"].update(dtick=1)  # otherwise plotly also marks step 1.5
     made = {**by_step, "wire": _wire(run), "kept": _kept(run), "links": _links(run), "plan": _plan_figure(run)}
+    made["pipeline"] = _pipeline_figure(run.pipeline)
     return {name: figure for name, figure in made.items() if figure is not None}
 
 
@@ -613,6 +627,95 @@ def _plan_notes(run: RunData) -> Iterator[str]:
         yield "The run ended before enough of its steps were measured."
     if isinstance(notes, list) and notes:
         yield f"Note: {'; '.join(map(str, notes))}."
+
+
+# --- the pipeline
+
+
+def _pipeline(run: RunData, drawn: Mapping[str, Figure]) -> list[str]:
+    """Return the section about the pipeline; none for a run without pipe ranks."""
+    found = run.pipeline
+    if found is None:
+        return []
+    many = "It has too many ranks or actions to be drawn here; `fourfold schedule check` draws schedule.csv."
+    return [_figure("pipeline", "Pipeline", drawn, absent=many, more=_idle_table(found) if found.spans else "")]
+
+
+def _idle_table(record: PipelineRecord) -> str:
+    """Return a table of what each pipe rank computed and how long it waited, in the recorded step and as planned."""
+    planned = record.planned()
+    rows = []
+    for rank, spans in enumerate(record.spans):
+        busy = sum(span.end - span.start for span in spans)
+        waited, would = record.makespan - busy, planned.idle[rank]
+        stages = ", ".join(map(str, sorted({span.action.stage for span in spans})))
+        shares = percent(waited / record.makespan), percent(would / planned.makespan)
+        rows.append((str(rank), stages, duration(busy), duration(waited), shares[0], duration(would), shares[1]))
+    head = ("pipe rank", "stages", "computed", "idle", "of the step", "idle as planned", "of the step")
+    return table(head, rows)
+
+
+def _pipeline_figure(record: PipelineRecord | None) -> Figure | None:
+    """Draw the actions of each pipe rank as they ran, and below as planned; what is empty is a bubble."""
+    if record is None or record.schedule.pipe > DRAWN_RANKS:
+        return None
+    if sum(map(len, record.schedule.orders)) > DRAWN_ACTIONS:
+        return None
+    planned = record.planned()
+    panels = [("as planned", planned.spans)]
+    if record.spans:
+        panels.insert(0, ("as it ran", record.spans))
+    several, pipe = record.schedule.chunks > 1, record.schedule.pipe
+    few = max(map(len, record.schedule.orders)) <= NAMED_ACTIONS
+    traces = []
+    for kind, name in PIPELINE_KINDS.items():
+        for place, (_, lines) in enumerate(panels):
+            spans = [(rank, span) for rank, line in enumerate(lines) for span in line if span.action.kind == kind]
+            if not spans:
+                continue
+            trace = page.bars(
+                name,
+                [span.end - span.start for _, span in spans],
+                [f"pipe {rank}" for rank, _ in spans],
+                PIPELINE_COLOURS[kind],
+                f"{kind} of stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: %{{x:.3s}}s",
+                base=[span.start for _, span in spans],
+                customdata=[[span.action.stage, span.action.micro] for _, span in spans],
+                text=[label(span.action, several) if few else "" for _, span in spans],
+                textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none",
+                insidetextfont={"color": "var(--card)", "size": 11},
+                legendgroup=kind, showlegend=not any(one["legendgroup"] == kind for one in traces),
+                yaxis="y" if place == 0 else "y2",
+            )  # fmt: skip
+            trace["marker"]["line"] = {"color": "var(--card)", "width": 1}
+            traces.append(trace)
+    height = 24 * pipe + 34
+    rows = plot_axis(type="category", fixedrange=True, showgrid=False, categoryorder="array")
+    rows["categoryarray"] = [f"pipe {rank}" for rank in reversed(range(pipe))]
+    edges = [[0.56, 0.95], [0.0, 0.39]] if record.spans else [[0.0, 0.93]]
+    place = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "yanchor": "bottom", "showarrow": False}
+    font = {"color": "var(--muted)", "size": 12}
+    texts = [{"text": text, "y": edge[1], "font": font, **place} for (text, _), edge in zip(panels, edges, strict=True)]
+    whole = max(planned.makespan, record.makespan if record.spans else 0.0)
+    seconds = plot_axis(tickformat="~s", ticksuffix="s", range=[0, 1.01 * whole], anchor="y2" if record.spans else "y")
+    axes = {f"yaxis{place + 1 if place else ''}": {**rows, "domain": edge} for place, edge in enumerate(edges)}
+    layout = plot_layout(
+        len(panels) * height + 90, xaxis=seconds, **axes, annotations=texts, barmode="overlay", bargap=0.2,
+        hovermode="closest",
+    )  # fmt: skip
+    return {"traces": traces, "layout": layout, "caption": _pipeline_caption(record, planned)}
+
+
+def _pipeline_caption(record: PipelineRecord, planned: Played) -> str:
+    about = f"{record.schedule.stages} stages on {record.schedule.pipe} pipe ranks, {record.schedule.micro_steps} "
+    about += f"micro-batch{'es' if record.schedule.micro_steps > 1 else ''}; where a row is empty the rank waits."
+    if record.step is None:
+        return f"{about} No step was recorded; as planned, F, B and W of a stage take a second each."
+    return (
+        f"{about} Step {record.step:,} took {duration(record.makespan)} from its first action to its last, and pipe "
+        f"ranks were idle for {percent(record.idle_share)} of it. As planned, every action takes the median time of "
+        f"its kind in its stage, and messages none: {duration(planned.makespan)} and {percent(planned.idle_share)}."
+    )
 
 
 # --- the profile

@@ -16,12 +16,12 @@ from dataclasses import MISSING, dataclass, field, fields, make_dataclass, repla
 from itertools import product
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 import torch
 
 from fourfold import models
-from fourfold.axes import AXES, AXIS_MEANINGS
+from fourfold.axes import AXES, AXIS_MEANINGS, PIPE
 from fourfold.errors import nearest
 from fourfold.grid import Shape
 from fourfold.job import START_SECONDS
@@ -30,7 +30,12 @@ from fourfold.nn.lora import LoraConfig
 from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, LearningRateSchedule
 from fourfold.parse import parse_toml
-from fourfold.policy import LEFT_OPEN, Overlap, Policy
+from fourfold.policy import LEFT_OPEN, Overlap, Policy, Recompute
+from fourfold.schedule.action import Schedule, ScheduleError
+from fourfold.schedule.choose import FOUND
+from fourfold.schedule.named import BUILDERS, NAMES, named
+from fourfold.schedule.stages import Stages, place
+from fourfold.schedule.text import from_csv, to_csv
 from fourfold.synonyms import explain_synonym
 from fourfold.train.schema import MEANING, OWNER, comments_of, parse, to_table, to_toml, without_unset
 
@@ -40,6 +45,8 @@ Dtype = Literal["fp32", "bf16", "fp64"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BYTES = "bytes"
 """The name of the tokenizer that needs no file."""
+SCHEDULE_FILE = "schedule.csv"
+"""The file of a run's folder with the schedule of its pipeline."""
 
 
 def require_at_least(section: Any, **least: float) -> None:
@@ -166,11 +173,11 @@ GridSection = make_dataclass(
     frozen=True,
 )
 
+OTHER_POLICY_FIELDS = (
+    "overlap", "compute_dtype", "reduce_dtype", "compile", "stages", "schedule", "even_tokens", "check_inputs"
+)  # fmt: skip
 POLICY_KEYS = {
-    field.name: field.default
-    for field in fields(Policy)
-    if field.name
-    not in ("overlap", "compute_dtype", "reduce_dtype", "compile", "even_tokens", "check_inputs", *LEFT_OPEN)
+    field.name: field.default for field in fields(Policy) if field.name not in {*OTHER_POLICY_FIELDS, *LEFT_OPEN}
 }
 """The fields of `Policy` that the config gives as they are, with their defaults. The others have a section of their own
 (overlap), another spelling (dtypes, compile), may be `auto` (LEFT_OPEN), hold for every run (even_tokens), or are for
@@ -297,6 +304,134 @@ class DataSection:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineSection:
+    """The stages of a grid with a pipe axis, and the order in which they work. The other grids have no such keys."""
+
+    schedule: str = AUTO
+    """The order in which pipe ranks work on micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, v-half,
+    blocks:u with u micro-batches in a block, found, which searches for one, or a .csv file in the format of
+    torch.distributed.pipelining. auto is 1f1b for one stage per rank, else interleaved, or found on waves."""
+    chunks: int | None = None
+    """Number of stages of each pipe rank; by default as many as the schedule needs, which is 1 for most."""
+    placement: Literal["loop", "wave"] | None = None
+    """Which pipe rank holds which stage: loop deals them out from the first rank to the last, again for every chunk;
+    wave goes there and back, so that neighbouring chunks share a rank. By default that of the schedule, else loop."""
+    cuts: tuple[int, ...] = ()
+    """The number of the first unit of each stage, for stages of unequal sizes. Unit 0 is the embedding, unit 1 the
+    first layer, and the unit after the last layer the head. By default stages have equally many layers."""
+    recompute: tuple[Recompute, ...] = ()
+    """What each stage computes again in backward: a value for every stage, in place of policy.recompute."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, chunks=1)
+        if self.is_file or self.schedule in (AUTO, FOUND):
+            return
+        kind, _, size = self.schedule.partition(":")
+        if self.schedule not in BUILDERS and not (kind == "blocks" and size.isdecimal() and int(size) > 0):
+            known = (AUTO, FOUND, *NAMES)
+            raise ValueError(
+                f"schedule={self.schedule!r} is no schedule{nearest(self.schedule, known)}; choose from "
+                f"{', '.join(known)}, or give the path of a .csv file"
+            )
+
+    @classmethod
+    def of(cls, stages: Stages, schedule: str | Schedule) -> PipelineSection:
+        """Return the section that gives a model these stages and this schedule."""
+        found = cls(cuts=stages.cuts[:-1], recompute=cast("tuple[Recompute, ...]", stages.recompute))
+        if isinstance(schedule, Schedule):  # it says which rank holds which stage
+            return replace(found, schedule=to_csv(schedule))
+        loops = stages.placement == place("loop", stages.pipe, stages.chunks)
+        placement = "loop" if loops else "wave"
+        return replace(found, schedule=schedule, chunks=stages.chunks, placement=placement)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the schedule is read from a file, or from the text of one, which has commas."""
+        return self.schedule.endswith(".csv") or "," in self.schedule
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that differ from their defaults."""
+        return {
+            each.name: value for each in fields(self) if (value := getattr(self, each.name)) not in (each.default, ())
+        }
+
+    def build(self, layers: int, pipe: int) -> tuple[Stages | None, str | Schedule]:
+        """Return the stages of a model with so many layers on this many pipe ranks, and their schedule or its name."""
+        if pipe == 1:
+            for name, value in self.given.items():
+                raise ValueError(
+                    f"{name}={value!r} needs a grid with pipe ranks; add pipe=2 to --grid, or leave it out"
+                )
+            return None, AUTO
+        schedule = self._read() if self.is_file else self.schedule
+        placement = self._placement(schedule, pipe)
+        cuts = self._cuts(layers, placement)
+        if self.recompute and len(self.recompute) != len(placement):
+            raise ValueError(
+                f"recompute has {len(self.recompute)} values, but there are {len(placement)} stages; give one for each"
+            )
+        stages = Stages(cuts, placement, self.recompute)
+        for rank in range(pipe):
+            if not any(map(stages.units, stages.of_rank(rank))):
+                way = "give it one with cuts" if self.cuts else f"use pipe={layers} or less"
+                raise ValueError(f"pipe={pipe} leaves pipe rank {rank} without any of the {layers} layers; {way}")
+        return stages, schedule
+
+    def _read(self) -> Schedule:
+        if "," in self.schedule:
+            return from_csv(self.schedule)
+        path = Path(self.schedule).expanduser()
+        if not path.is_file():
+            raise ValueError(
+                f"schedule={self.schedule}: there is no such file; `fourfold schedule show 1f1b --pipe 4 --micro 8 "
+                "--csv` prints one"
+            )
+        try:
+            return from_csv(path.read_text())
+        except (ScheduleError, UnicodeDecodeError) as error:
+            raise ValueError(f"schedule={self.schedule}: {error}") from error
+
+    def _placement(self, schedule: str | Schedule, pipe: int) -> tuple[int, ...]:
+        """Return the pipe rank of every stage."""
+        if isinstance(schedule, Schedule):
+            for name in ("chunks", "placement"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)}, but {self.schedule} says which rank holds which stage; leave "
+                        f"{name} out"
+                    )
+            if schedule.pipe != pipe:
+                raise ValueError(
+                    f"schedule={self.schedule} is for {schedule.pipe} pipe ranks, but the grid has pipe={pipe}; change "
+                    "one of them"
+                )
+            return schedule.placement
+        least = BUILDERS[schedule][1].start if schedule in BUILDERS else 1
+        chunks = self.chunks or max(least, len(self.cuts) // pipe)
+        if self.placement is None and schedule in BUILDERS:
+            return named(schedule, pipe, chunks, 1).placement
+        return place(self.placement or "loop", pipe, chunks)
+
+    def _cuts(self, layers: int, placement: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first unit of every stage, and the number of units."""
+        stages, units = len(placement), layers + 2
+        if not self.cuts:
+            return Stages.even(layers, stages).cuts
+        if len(self.cuts) != stages:
+            raise ValueError(
+                f"cuts={list(self.cuts)} are the first units of {len(self.cuts)} stages, but there are {stages}; give "
+                "as many, or change chunks"
+            )
+        if self.cuts[0] != 0 or self.cuts[-1] > units or sorted(self.cuts) != list(self.cuts):
+            raise ValueError(
+                f"cuts={list(self.cuts)} must begin with 0, the embedding, not decrease, and not exceed {units}: the "
+                f"model has {units} units, embedding and head among them"
+            )
+        return (*self.cuts, units)
+
+
+@dataclass(frozen=True, slots=True)
 class BatchSection:
     """The size of a step."""
 
@@ -306,7 +441,7 @@ class BatchSection:
     """Tokens per sequence. 0 stands for as many as the model was made for, on the CPU for 128 at most."""
     micro_steps: int = 0
     """Micro-batches per step. They run one after another, and their gradients accumulate. 0 lets the planner choose as
-    many as the memory of a GPU asks for, on the CPU 1."""
+    many as the memory of a GPU asks for, on the CPU 1, and with pipe ranks at least two for each of them."""
 
     def __post_init__(self) -> None:
         require_at_least(self, rows=0, seq=0, micro_steps=0)
@@ -508,6 +643,7 @@ class TrainConfig:
     grid: GridSection = field(default_factory=GridSection)
     policy: PolicySection = field(default_factory=PolicySection)
     overlap: Overlap = field(default_factory=Overlap)
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
     data: DataSection = field(default_factory=DataSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
@@ -536,8 +672,20 @@ class TrainConfig:
         )
 
     def build_policy(self) -> Policy:
-        """Return the policy that the model takes: the sections policy and overlap together."""
-        return self.policy.candidates(self.overlap)[0]
+        """Return the policy that the model takes: the sections policy, overlap and pipeline together."""
+        return self.candidates()[0]
+
+    def candidates(self) -> list[Policy]:
+        """Return the policies that the config leaves open, the one that needs no reason first.
+
+        They have the stages and the schedule of a pipeline if the grid is known.
+        """
+        policies = self.policy.candidates(self.overlap)
+        if self.grid.auto or self.model.is_own:
+            return policies
+        with naming("pipeline"):
+            stages, schedule = self.pipeline.build(self.model.build().layers, self.grid.shape.sizes[PIPE])
+        return [replace(policy, stages=stages, schedule=schedule) for policy in policies]
 
     def toml(self, comments: Mapping[str, str] | None = None, *, explained: bool = False, unset: bool = True) -> str:
         """Return the config as the text of a TOML file.
@@ -552,21 +700,28 @@ class TrainConfig:
         """Return the config as the run's folder keeps it.
 
         It does not name the folder, so that training it again makes another one. A tokenizer in the folder is named
-        without its path, so that the folder can be moved. Changed data is accepted only by the command that says so.
+        without its path, so that the folder can be moved; so is a schedule from a file, of which the folder has a copy.
+        Changed data is accepted only by the command that says so.
         """
         name, data = Path(self.data.tokenizer), self.data
         if self.data.tokenizer != BYTES and name.expanduser().parent.resolve() == folder.resolve():
             data = replace(data, tokenizer=name.name)
         data = replace(data, changed="refuse")  # what was accepted once must not hide the next change
-        return replace(self, data=data, train=replace(self.train, out=None))
+        pipeline = replace(self.pipeline, schedule=SCHEDULE_FILE) if self.pipeline.is_file else self.pipeline
+        return replace(self, data=data, pipeline=pipeline, train=replace(self.train, out=None))
 
 
 def read_config(
-    path: Path | None, changes: Sequence[tuple[str, Any]] = (), *, forget_grid: bool = False
+    path: Path | None,
+    changes: Sequence[tuple[str, Any]] = (),
+    *,
+    forget_grid: bool = False,
+    forget_stages: bool = False,
 ) -> TrainConfig:
     """Return the config of a TOML file, or the defaults, with some keys changed, such as `("batch.rows", 32)`.
 
-    `forget_grid` ignores the sizes of the grid in the file.
+    `forget_grid` ignores the sizes of the grid in the file, and `forget_stages` then also its stages and its schedule,
+    if the number of pipe ranks changes.
     """
     table: dict[str, Any] = {}
     if path is not None:
@@ -585,8 +740,13 @@ def read_config(
         data = table.get("data")
         if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
             data["tokenizer"] = beside(data["tokenizer"], path.parent)
+        pipeline = table.get("pipeline")
+        if isinstance(pipeline, dict) and str(pipeline.get("schedule")).endswith(".csv"):
+            pipeline["schedule"] = beside(pipeline["schedule"], path.parent)
     # The order of the axes stays: it says how ranks lie on the machine, whatever the sizes.
     if forget_grid and isinstance(table.get("grid"), dict):
+        if forget_stages and (table["grid"].get(PIPE) or 1) != dict(changes).get(f"grid.{PIPE}", 1):
+            table.pop("pipeline", None)
         table["grid"] = {key: value for key, value in table["grid"].items() if key not in AXES}
     for key, value in changes:
         _put(table, key, value)
@@ -595,7 +755,7 @@ def read_config(
 
 
 def beside(name: str, folder: Path) -> str:
-    """Return the path of the tokenizer that a config in this folder names.
+    """Return the path of the tokenizer, or of the schedule, that a config in this folder names.
 
     A bare name, or a path that no longer exists, means the file of that name beside the config, if there is one. So a
     run with a tokenizer of its own can be moved.

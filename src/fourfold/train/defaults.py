@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import log2, sqrt
 
+from fourfold.axes import PIPE
 from fourfold.models.config import ModelConfig
+from fourfold.shape import Shape
 from fourfold.train.config import TrainConfig
 
 REFERENCE_PARAMETERS = 125e6
@@ -34,6 +36,9 @@ STAGING_BYTES_PER_SECOND = 5e9
 """The speed at which a rank copies its part of the state to host memory, while training waits."""
 LEAST_MINUTES, MOST_MINUTES = 5.0, 30.0
 """Bounds of the minutes between checkpoints: nobody wants to lose more than half an hour."""
+MICRO_STEPS_PER_PIPE_RANK = 2
+"""Micro-batches for each pipe rank, at least: 1F1B then idles for less than a third of a step, (pipe - 1) of
+micro-batches + pipe - 1."""
 STATE_BYTES = 12
 """Bytes of a checkpoint per parameter: the weight and AdamW's two moments in fp32."""
 
@@ -86,6 +91,19 @@ def rows_near(tokens: float, seq: int, devices: int) -> int:
     return next(near for step in steps if abs((near := round(rows / step) * step) - rows) <= 0.05 * rows)
 
 
+def pipe_micro_steps(rows: int, shape: Shape) -> int:
+    """Return the micro-batches of a step on a grid with a pipe axis: the fewest that are enough for its pipe ranks.
+
+    They divide the rows of a place. If a place has too few rows, every row is a micro-batch. Rows that places cannot
+    share are one, and `planning.resolve` refuses them.
+    """
+    if rows % shape.places:
+        return 1
+    most = max(1, rows // shape.places)
+    enough = range(MICRO_STEPS_PER_PIPE_RANK * shape.sizes[PIPE], most)
+    return next((number for number in enough if most % number == 0), most)
+
+
 def _own_tokens(ranks: int, *, on_gpu: bool) -> int:
     return ranks * OWN_TOKENS if on_gpu else CPU_TOKENS
 
@@ -94,6 +112,7 @@ def fill_in(config: TrainConfig, ranks: int, *, on_gpu: bool) -> TrainConfig:
     """Return the config with sequence length, rows, learning rate and checkpoint interval, where it has none.
 
     Rows are a multiple of what a given grid needs; without one, of the number of ranks, if there are enough of them.
+    With pipe ranks they are also a multiple of the micro-batches that those need, if there are as many.
     Nobody knows the size of a module of the user, which gets the `OWN_` values.
     """
     model, batch, shape = None if config.model.is_own else config.model.build(), config.batch, config.grid.shape
@@ -104,6 +123,9 @@ def fill_in(config: TrainConfig, ranks: int, *, on_gpu: bool) -> TrainConfig:
         rows = rows_near(tokens, seq, ranks)
         places = (ranks if ranks <= rows else 1) if config.grid.auto else shape.places
         unit = places * (batch.micro_steps or 1)
+        enough = MICRO_STEPS_PER_PIPE_RANK * shape.sizes[PIPE] * places
+        if not config.grid.auto and shape.sizes[PIPE] > 1 and not batch.micro_steps and enough <= rows:
+            unit = enough
         rows = max(1, round(rows / unit)) * unit
     optimizer, checkpoint = config.optimizer, config.checkpoint
     if optimizer.learning_rate is None:

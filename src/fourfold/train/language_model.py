@@ -13,28 +13,35 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fourfold import comm
-from fourfold.axes import AXES
+from fourfold.action_times import ActionTimes
+from fourfold.axes import AXES, PIPE
 from fourfold.data.loader import TokenBatch
 from fourfold.data.tokenizer import load_tokenizer
+from fourfold.gradients import gradients_of
 from fourfold.grid import Grid
-from fourfold.models.transformer import build, is_lora
+from fourfold.models.transformer import Transformer, build, is_lora
 from fourfold.nn.layer import specs_of
 from fourfold.nn.loss import count_targets
 from fourfold.nn.rng import StepRng
 from fourfold.parse import import_object
+from fourfold.pipeline import forward_backward, schedule_of
 from fourfold.planner.trace import kept_bytes
 from fourfold.planner.transformer import Flops, flops_per_token
+from fourfold.schedule.action import Schedule
 from fourfold.train.config import TrainConfig
 from fourfold.train.run_folder import RunEvent
+from fourfold.watch.peers import Copies
 from fourfold.wrap import parallelize
 
 CONTRACT = (
@@ -47,8 +54,15 @@ class LanguageModel(ABC):
     """A model on the grid, with the loss that a run minimises and what the run's folder says about it."""
 
     module: nn.Module
+    grid: Grid
     flops: Flops | None = None
     """FLOPs per token; None if nobody counts them."""
+    schedule: Schedule | None = None
+    """The order in which pipe ranks work; None on a grid without them."""
+    times: ActionTimes | None = None
+    """Records when the actions of a pipeline run, in a step in which somebody wants to know it."""
+    copies: Copies | None = None
+    """The parameter that two pipe ranks hold, if there is one."""
 
     @property
     @abstractmethod
@@ -65,6 +79,20 @@ class LanguageModel(ABC):
     def value(self, loss: Tensor) -> Tensor:
         """Return the value of a loss for records, equal bit for bit on all ranks."""
         return loss.detach()
+
+    def forward_backward(self, batches: Sequence[TokenBatch]) -> Tensor:
+        """Run forward and backward of a step's micro-batches; return its loss, equal bit for bit on all ranks."""
+        grid = self.grid
+        count = None  # each forward counts its own targets, unless several of them share one mean
+        if len(batches) > 1:
+            count = count_targets(torch.stack([batch.targets for batch in batches]), grid)
+        loss = torch.zeros((), dtype=torch.float64, device=grid.device)
+        gradients_of(self.module).begin_step(len(batches))
+        for batch in batches:
+            share = self.loss(batch, count)
+            share.backward()
+            loss += self.value(share)  # its share of the mean over the whole batch
+        return loss
 
     @property
     def clock(self) -> StepRng:
@@ -84,7 +112,9 @@ class ReferenceModel(LanguageModel):
     """A GPT or Llama of `fourfold.models`."""
 
     def __init__(self, config: TrainConfig, grid: Grid) -> None:
-        self._run, self._grid, self._policy = config, grid, config.build_policy()
+        self._run, self.grid, self._policy = config, grid, config.build_policy()
+        if grid.size(PIPE) == 1:  # one process beside the pipeline of the config, to compare with
+            self._policy = replace(self._policy, stages=None, schedule="auto")
         self.config = config.model.build()
         dtype, seed = config.policy.parameters, config.train.seed
         self._lora = config.lora.build()
@@ -92,6 +122,11 @@ class ReferenceModel(LanguageModel):
         if self._lora is None:  # frozen weights have fewer FLOPs, which nobody counts
             self.flops = flops_per_token(self.config, config.batch.seq, self._policy)
         batch = config.batch
+        if grid.size(PIPE) > 1:
+            self.schedule = schedule_of(self.module, batch.micro_steps)
+            ends = self.schedule.placement[0], self.schedule.placement[-1]
+            if self.config.tied and ends[0] != ends[1]:
+                self.copies = Copies("embedding.weight", ends)
         self._local_rows = batch.rows // batch.micro_steps // grid.shape.places
 
     @property
@@ -106,13 +141,19 @@ class ReferenceModel(LanguageModel):
     def loss(self, batch: TokenBatch, count: Tensor | None) -> Tensor:
         return self.module(batch.tokens, batch.targets, positions=batch.positions, count=count)
 
+    def forward_backward(self, batches: Sequence[TokenBatch]) -> Tensor:
+        if self.schedule is None:
+            return super().forward_backward(batches)
+        model = cast(Transformer, self.module)
+        return forward_backward(model, [batch._asdict() for batch in batches], times=self.times).double()
+
     @cached_property
     def kept_bytes(self) -> dict[str, int]:
         """Bytes that one rank keeps for backward, by kind of recompute."""
         batch, documents = self._run.batch, self._run.data.documents
         sizes = self._local_rows, batch.seq
         dtype = self._run.policy.parameters
-        return kept_bytes(self.config, self._grid, self._policy, *sizes, dtype=dtype, documents=documents)
+        return kept_bytes(self.config, self.grid, self._policy, *sizes, dtype=dtype, documents=documents)
 
     def facts(self) -> RunEvent:
         if self._lora is not None:
@@ -133,7 +174,7 @@ class OwnModel(LanguageModel):
     """A module of the user on the grid."""
 
     def __init__(self, config: TrainConfig, grid: Grid) -> None:
-        self._grid = grid
+        self.grid = grid
         plain = make_module(config)
         self._parameters = sum(parameter.numel() for parameter in plain.parameters())
         self.module = put_on_grid(plain, config, grid)
@@ -146,14 +187,14 @@ class OwnModel(LanguageModel):
         loss = self.module(batch.tokens, batch.targets)
         if count is None:
             return loss
-        return loss * (count_targets(batch.targets, self._grid) / count).to(loss.dtype)
+        return loss * (count_targets(batch.targets, self.grid) / count).to(loss.dtype)
 
     def value(self, loss: Tensor) -> Tensor:
         # A mean that the module computes by itself is that of one place; the run records the mean over places.
         mean = loss.detach().double()
         for axis in AXES:
-            mean = comm.all_reduce(mean, self._grid, axis, label="loss").wait()
-        return mean / self._grid.shape.world
+            mean = comm.all_reduce(mean, self.grid, axis, label="loss").wait()
+        return mean / self.grid.shape.world
 
 
 def build_model(config: TrainConfig, grid: Grid) -> LanguageModel:

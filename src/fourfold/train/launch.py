@@ -112,6 +112,10 @@ class RestartPolicy:
         """Return why the ranks may have failed, from what they have written since that time; empty if unknown."""
         return ""
 
+    def missed(self, rank: int, since: float) -> str:  # noqa: ARG002
+        """Return which message of this rank another one waited for, by what ranks have written; empty if none."""
+        return ""
+
     def next_start(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
         """Return how many ranks the next start has, and its arguments."""
         return ranks, arguments
@@ -204,9 +208,10 @@ def _launch(
             tries, quick = restarts, 0
         cause = explain(first)
         evidence = "" if failure.is_diagnosis else policy.evidence(began)
+        missed = "" if failure.is_diagnosis or evidence else policy.missed(first.rank, began)
         hopeless = not failure.may_pass or (not reached and not policy.restarts_from_nothing())
         if tries == 0 or hopeless:
-            cause = f"{cause}\n{evidence}" if evidence else cause
+            cause = "\n".join(filter(None, (cause, evidence, missed)))
             print(f"fourfold: error: {cause}", file=errors)
             policy.note("failed", cause)
             return first.exit_code if first.exit_code > 0 else 1
@@ -214,7 +219,8 @@ def _launch(
         pause = restart_pause(quick)
         had, (ranks, arguments) = ranks, policy.next_start(ranks, arguments)
         where = policy.resume_text(reached) + ("" if ranks == had else f" on {ranks} of {had} ranks")
-        said = f"{evidence or headline(cause)}; the run resumes {where} in {pause:.0f} s (start {times + 1})"
+        why = "; ".join(filter(None, (evidence or headline(cause), missed)))
+        said = f"{why}; the run resumes {where} in {pause:.0f} s (start {times + 1})"
         print(f"fourfold: {said}", file=errors, flush=True)
         policy.note("restarted", said)
         time.sleep(pause)

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor, nn
 
 import fourfold
+from fourfold.action_times import ActionTimes
 from fourfold.atomic import write_json, write_text
+from fourfold.axes import CUTS, PIPE
 from fourfold.checkpoint.load import remove_checkpoint, set_aside
 from fourfold.checkpoint.training_state import require_fit, training_shards
 from fourfold.data.loader import Evaluation, Loader, TokenBatch, unigram_entropy
@@ -49,19 +51,33 @@ from fourfold.models.generate import evaluating
 from fourfold.nn.loss import count_targets
 from fourfold.optim import SGD, AdamW, Clipped, ShardedOptimizer, on_shards
 from fourfold.parse import import_object
+from fourfold.schedule.text import to_csv
 from fourfold.step_graph import StepGraph
 from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts, restore
-from fourfold.train.config import DTYPES, OptimizerSection, TrainConfig
+from fourfold.train.config import DTYPES, SCHEDULE_FILE, OptimizerSection, TrainConfig
 from fourfold.train.console import warn
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
 from fourfold.train.language_model import build_model, vocab_of
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
-from fourfold.train.run_folder import FolderLock, RunEvent, Sink, check_folder, make_folder, rewind, strict
+from fourfold.train.run_folder import (
+    FolderLock,
+    RunEvent,
+    Sink,
+    check_folder,
+    make_folder,
+    remove_pipe_times,
+    rewind,
+    strict,
+    write_pipe_times,
+)
 from fourfold.train.signals import NAMES, Stop, Verdict
 from fourfold.watch.liveness import NoAlarm, Phase
 from fourfold.watch.peers import check_replicas
 from fourfold.watch.tape import Waits
+
+DRAWN_STEP = 3
+"""The step whose actions are drawn: the first steps make memory and connections, and are slower than all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +138,8 @@ class Run:
         self.optimizer = make_optimizer(self.model, config.optimizer, config.schedule.learning_rate)
         self.schedule = config.schedule
         records = config.train.graph == "auto" and grid.device.type == "cuda"
-        self._not_replayed = self.optimizer.not_recordable if records else ""
+        piped = "messages between pipe ranks cannot be part of one" if grid.size(PIPE) > 1 else ""
+        self._not_replayed = (piped or self.optimizer.not_recordable) if records else ""
         """Why steps are not replayed as a CUDA graph, though they should be."""
         self.step_graph = StepGraph(self._compute, self.model) if records and not self._not_replayed else None
         self._told_reason = False
@@ -134,6 +151,8 @@ class Run:
             for weight, source in zip(weights, self.sources, strict=True)
         )
         self.meter = Meter(grid)
+        self._drawn_step = profile[0] if profile else 0
+        """The step whose actions the page about the run draws: the first one that is profiled, else an early one."""
         self.profile = StepProfiler(profile, grid, out / "profile")
         self.step_judge = StepJudge(config.watch, config.train.max_skipped)
         self.stop = Stop(grid, config.watch.grace)
@@ -229,10 +248,11 @@ class Run:
         self._lock = FolderLock(self.out)  # before anything in the folder changes
         if not start.resumes and (self.out / "metrics.jsonl").exists():
             check_folder(self.out, save=self.config.checkpoint.save)  # another job was faster since the first look
+        remove_pipe_times(self.out)
         for later in reversed(start.newer):  # the newest first, so that an interruption leaves no gap
             remove_checkpoint(later)
         kept = [(found, set_aside(found.folder)) for found in start.passed_over]
-        write_text(self.out / "config.toml", self.config.stored(self.out).toml())
+        self._write_config()
         self.stored = self.facts()
         if start.resumes:
             rewind(self.out / "metrics.jsonl", start.step)
@@ -262,6 +282,7 @@ class Run:
             stack.enter_context(nullcontext() if self.step_graph is None else self.step_graph.on_stream())
             self.optimizer.make_state()
             self.meter.begin()
+            self._drawn_step = self._drawn_step or min(self.step + DRAWN_STEP, self.config.train.steps)
             compiles = ", which compiles the model" if self.config.policy.compile is True else ""
             self._tell(f"running the first step{compiles}")
             for step in range(self.step + 1, self.config.train.steps + 1):
@@ -311,7 +332,7 @@ class Run:
         saves = self.saving is not None and (ends or verdict.save or self.saving.due(step))
         if saves or ends or _due(step, self.config.watch.replicas_every):
             with self._between_steps("comparing replicas", "replicas"):
-                check_replicas(training_shards(self.model, self.optimizer), self.grid)
+                check_replicas(training_shards(self.model, self.optimizer), self.grid, self.language_model.copies)
         if self.saving is not None and saves:
             # after the records of the step: a checkpoint without them would resume a run with a gap
             with self._between_steps("saving a checkpoint", "saving"):
@@ -336,8 +357,14 @@ class Run:
         """Write the files without which nobody can resume the run, after somebody has moved or removed its folder."""
         warn(f"{self.out} was moved or removed while the run trains; writes config.toml and run.json there again")
         make_folder(self.out)
-        write_text(self.out / "config.toml", self.config.stored(self.out).toml())
+        self._write_config()
         write_json(self.out / "run.json", strict(self.stored))
+
+    def _write_config(self) -> None:
+        """Write the config, and the schedule that pipe ranks walk."""
+        write_text(self.out / "config.toml", self.config.stored(self.out).toml())
+        if self.language_model.schedule is not None:
+            write_text(self.out / SCHEDULE_FILE, to_csv(self.language_model.schedule))
 
     def _save(self, saving: RunSaver, step: int, *, ends: bool) -> None:
         """Save after this step; if it was skipped, put the save off or, at the end, save the last good step."""
@@ -366,13 +393,33 @@ class Run:
             self._read_steps()
             self.profile.begin()
             self.meter.begin()
+        drawn = self.language_model.schedule is not None and step == self._drawn_step
+        if drawn:
+            self._read_steps()
+            self.language_model.times = ActionTimes(self.grid.device)
         with self.profile.step(step):
             self._launch(step)
+        if drawn:
+            self._read_steps()
+            self._write_times(step)
+            self.meter.begin()
         self._read_steps(leave=1 if self.meter.on_gpu else 0)
         if step in self.profile.steps[-1:]:
             self._read_steps()
             self._record(self.profile.end())
             self.meter.begin()
+
+    def _write_times(self, step: int) -> None:
+        """Write when the actions of this step ran: one rank of each pipe coordinate does."""
+        grid, times, self.language_model.times = self.grid, self.language_model.times, None
+        if times is None or any(grid.coords[axis] for axis in CUTS) or not (self.out / "run.json").exists():
+            return
+        spans = [[*span.action, span.start, span.end] for span in times.spans()]
+        found = {"step": step, "rank": grid.rank, "pipe": grid.coords[PIPE], "spans": spans}
+        try:
+            write_pipe_times(self.out, found)
+        except OSError as error:  # a full disk; the page then shows the schedule as planned
+            warn(f"{error.strerror}; the run continues")
 
     def _launch(self, step: int) -> None:
         """Launch forward, backward and the optimizer of a step, without waiting for the device."""
@@ -407,15 +454,7 @@ class Run:
         Return the loss, the norm of the gradients, and the norms of this rank's shards of them. Everything stays on the
         device, so that the host does not wait, and a CUDA graph can contain it.
         """
-        count = None  # each forward counts its own targets, unless several of them share one mean
-        if len(batches) > 1:
-            count = count_targets(torch.stack([targets for _, targets, _ in batches]), self.grid)
-        loss = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        self.optimizer.gradients.begin_step(len(batches))
-        for batch in batches:
-            share = self.language_model.loss(batch, count)
-            share.backward()
-            loss += self.language_model.value(share)  # its share of the mean over the whole batch
+        loss = self.language_model.forward_backward(batches)
         clipped = self.optimizer.clip_and_step(self.config.optimizer.clip, unless=loss > skip_above)
         self.optimizer.zero_grad()
         self._gradient_names = clipped.names

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fourfold.atomic import write_json
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import AXES, BATCH, PIPE
 from fourfold.data.sampling import cut_windows
 from fourfold.data.sources import is_text
 from fourfold.data.token_files import TokenSource
@@ -50,8 +50,10 @@ from fourfold.planner.search import Space, search
 from fourfold.planner.transformer import step_program
 from fourfold.policy import LEFT_OPEN, Policy
 from fourfold.report.units import duration
-from fourfold.train.config import AUTO, DTYPES, GridSection, TrainConfig, naming
-from fourfold.train.defaults import fill_in, warmup
+from fourfold.schedule.choose import FOUND
+from fourfold.schedule.choose import choose as choose_schedule
+from fourfold.train.config import AUTO, DTYPES, GridSection, PipelineSection, TrainConfig, naming
+from fourfold.train.defaults import fill_in, pipe_micro_steps, warmup
 from fourfold.train.launch import cores
 from fourfold.train.run_folder import RunEvent
 
@@ -192,9 +194,13 @@ def resolve(
     if config.train.epochs is None:  # otherwise the steps are known once the data is open: `count_steps` goes on then
         config = fill_schedule(config)
     with naming("policy"):
-        built = config.build_policy()
         if config.model.is_own:
-            built.require_any_module()
+            config.build_policy().require_any_module()
+    if config.model.is_own and config.grid.shape.sizes[PIPE] > 1:
+        raise ValueError(
+            f"grid.pipe={config.grid.shape.sizes[PIPE]} is for reference models, and {config.model.name} is a model of "
+            "your own: nobody knows where to cut it; leave pipe out of --grid"
+        )
     if config.model.is_own and config.lora.rank:
         raise ValueError(
             f"lora.rank={config.lora.rank} is for reference models; {config.model.name} can return a module with "
@@ -205,7 +211,11 @@ def resolve(
     config = choose(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes), say)
     shape = config.grid.shape
     if not config.model.is_own:
+        built = config.build_policy()
         config.model.build().check(shape, built)
+        if built.stages is not None:
+            with naming("pipeline"):
+                choose_schedule(built.schedule, built.stages, config.batch.micro_steps)
     places, rows = shape.places, config.batch.rows // config.batch.micro_steps
     if rows % places:
         sizes = "*".join(str(shape.sizes[axis]) for axis in BATCH)
@@ -218,15 +228,20 @@ def resolve(
 
 def choose(config: TrainConfig, job: Hardware, say: Callable[[str], object]) -> TrainConfig:
     """Return the config with a grid, micro-batches and a whole policy; `say` receives the reason for a choice."""
+    given = config.grid.shape
+    piped = given.sizes[PIPE] > 1
     if job.device == "cpu" or config.model.is_own:
-        config = with_memory_choices(config, config.batch.micro_steps or 1, config.build_policy())
+        number = config.batch.micro_steps or (pipe_micro_steps(config.batch.rows, given) if piped else 1)
+        if config.grid.auto and job.ranks > 1 and not config.model.is_own:
+            number = config.batch.micro_steps  # which the planner needs to choose, for grids with pipe ranks
+        config = with_memory_choices(config, number, config.build_policy())
     if config.grid.auto and job.ranks == 1:
         config = replace(config, grid=GridSection(**Shape().sizes, order=config.grid.order))
     if config.grid.auto and config.model.is_own:
         shape, reason = grid_for_own_model(config, job.ranks)
         config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))
         say(reason)
-    elif config.grid.auto or not config.batch.micro_steps or len(config.policy.candidates(config.overlap)) > 1:
+    elif config.grid.auto or not config.batch.micro_steps or len(config.candidates()) > 1:
         config, reason = ask_planner(config, job)
         say(reason)
     return config
@@ -290,6 +305,13 @@ def with_memory_choices(config: TrainConfig, micro_steps: int, policy: Policy) -
     return replace(config, batch=replace(config.batch, micro_steps=micro_steps), policy=section)
 
 
+def with_pipeline(config: TrainConfig, policy: Policy) -> TrainConfig:
+    """Return the config with the stages and the schedule of a policy that the planner has chosen, if it chose any."""
+    if policy.stages is None or config.pipeline.given:
+        return config
+    return replace(config, pipeline=PipelineSection.of(policy.stages, policy.schedule))
+
+
 def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
     """Return the config with the fastest of what it leaves open, and the reason for the choice in one line.
 
@@ -298,12 +320,19 @@ def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
     grid seems not to fit, the run takes the least memory: it is tried all the same, because memory is an estimate.
     """
     task, notes = _task(config, job)
-    given, order, policies = config.grid.shape, tuple(config.grid.order), config.policy.candidates(config.overlap)
+    given, order = config.grid.shape, tuple(config.grid.order)
+    # without keys of [pipeline] the planner also chooses stages and schedule
+    policies = config.candidates() if config.pipeline.given else config.policy.candidates(config.overlap)
+    micro_steps = (config.batch.micro_steps,) if config.batch.micro_steps else None
+    if micro_steps is None and given.sizes[PIPE] > 1:
+        least, most = pipe_micro_steps(config.batch.rows, given), max(1, config.batch.rows // given.places)
+        micro_steps = tuple(number for number in range(least, most + 1) if most % number == 0)
     space = Space(
         shapes=None if config.grid.auto else (given,),
         policies=tuple(policies),
-        micro_steps=(config.batch.micro_steps,) if config.batch.micro_steps else None,
+        micro_steps=micro_steps,
         orders=None if config.grid.auto and order == AXES else (order,),
+        axes=AXES,
     )
     try:
         plan = search(task, job.ranks, space=space)
@@ -316,9 +345,12 @@ def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
     best, *others = plan.ranked
     found, shape = best.candidate, best.candidate.shape
     chosen = [f"grid {shape}"] if config.grid.auto else []
-    if not config.batch.micro_steps:
-        chosen.append(f"{found.micro_steps} micro-batch{'es' if found.micro_steps > 1 else ''}")
+    if not config.batch.micro_steps and found.micro_steps > 1:
+        chosen.append(f"{found.micro_steps} micro-batches")
     chosen += [f"{name} {getattr(found.policy, name)}" for name in LEFT_OPEN if getattr(config.policy, name) == AUTO]
+    if found.policy.stages is not None and not config.pipeline.given:
+        name = found.policy.schedule if isinstance(found.policy.schedule, str) else FOUND
+        chosen.append(f"schedule {name} of {len(found.policy.stages.placement)} stages")
     said = f"{', '.join(chosen)} by the planner: {duration(best.seconds)} per step on {task.machine.name}"
     if others:
         grids = len(plan.ranked) + len(plan.waiting)
@@ -326,7 +358,7 @@ def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
     elif config.grid.auto:
         said += "; no other grid fits"
     config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))
-    config = with_memory_choices(config, found.micro_steps, found.policy)
+    config = with_pipeline(with_memory_choices(config, found.micro_steps, found.policy), found.policy)
     return config, f"{said} ({'; '.join(notes)})" if notes else said
 
 

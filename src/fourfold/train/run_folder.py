@@ -8,6 +8,8 @@
                     even if the run was resumed
     tensorboard/    the same for TensorBoard, if it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
+    schedule.csv    with pipe ranks: the schedule that they walk, in the format of torch.distributed.pipelining
+    pipeline/       with pipe ranks: when each action of one step ran, a file for each pipe rank
     data/           prepared text
     log.txt         what happened, for people; events.jsonl the same for programs; logs/ the log of each rank; the
                     file `progress.py` writes all three
@@ -37,7 +39,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fourfold.atomic import replacing
+from fourfold.atomic import replacing, write_json
 from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints
 from fourfold.errors import End
 from fourfold.parse import parse_json
@@ -54,6 +56,8 @@ KINDS = (
     "step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "note", "end"
 )  # fmt: skip
 """The kinds of events in metrics.jsonl."""
+PIPE_TIMES = "pipeline"
+"""The folder with the times of a pipeline's actions."""
 LOCK = ".lock"
 TAIL = 1 << 20
 """Bytes at the end of metrics.jsonl in which the last step is found: thousands of events."""
@@ -110,6 +114,18 @@ def make_folder(folder: Path) -> None:
     if folder.stat().st_uid != os.geteuid():
         raise PermissionError(f"{folder} is another user's and writable by everybody; give a folder of your own")
     folder.chmod(stat.S_IMODE(mode) & ~stat.S_IWOTH)
+
+
+def write_pipe_times(folder: Path, times: RunEvent) -> None:
+    """Write when the actions of a step ran on one pipe rank."""
+    (folder / PIPE_TIMES).mkdir(exist_ok=True)
+    write_json(folder / PIPE_TIMES / f"rank-{times['pipe']}.json", times)
+
+
+def remove_pipe_times(folder: Path) -> None:
+    """Remove the times of an earlier part of the run, which may have had other pipe ranks."""
+    for path in (folder / PIPE_TIMES).glob("rank-*.json"):
+        path.unlink(missing_ok=True)
 
 
 class Sink(Protocol):

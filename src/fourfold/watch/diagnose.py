@@ -1,7 +1,8 @@
 """The diagnosis of a run that is stuck, from the tapes of all its ranks. Pure functions.
 
 Along an axis the ranks of a group launch the same collectives in the same order. So the n-th launch of one rank along x
-is a *meeting* with the n-th launches of the others. When a run is stuck, one of these is true:
+is a *meeting* with the n-th launches of the others. A message between two pipe ranks is a meeting of these two: the
+n-th send of a lane meets the n-th receive. When a run is stuck, one of these is true:
 
     disagreement   two ranks of a group have launched different collectives as their n-th
     absence        ranks wait at a meeting to which others have not come; a rank that has not come, and does not wait at
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import NamedTuple
 
 from fourfold.job import ranks_text
+from fourfold.ledger import Collective
 from fourfold.watch.processes import ProcessState
-from fourfold.watch.tape import TapeEntry, TapeReading
+from fourfold.watch.tape import TapeEntry, TapeReading, other_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +39,30 @@ class Meeting:
     """Ranks that have launched it."""
     absent: tuple[int, ...]
     """Ranks of the group that have not launched it."""
+    message: tuple[int, int] | None = None
+    """The ranks that send and receive it, if it is a message between two pipe ranks."""
+
+    @property
+    def what(self) -> str:
+        """What the ranks wait for, in words."""
+        return str(self.entry.record) if self.message is None else f"{self.entry.record.label}, {_way(self.message)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
     """Ranks of one group launched different collectives where they should have met."""
 
-    axis: str
-    number: int
     launched: Mapping[int, TapeEntry]
     """The launch of each rank."""
+
+    @property
+    def where(self) -> str:
+        """The axis, or the two ranks of a message."""
+        (rank, entry), *_ = self.launched.items()
+        if not entry.record.lane:
+            return f"which collective comes next along {entry.record.axis}"
+        other = next(each for each in self.launched if each != rank)
+        return f"which message comes next {_way((rank, other) if entry.record.op == 'send' else (other, rank))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +91,7 @@ class Diagnosis:
             (one, by), (other, by_others), *_ = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1]))
             step = min(entry.step for entry in self.disagreement.launched.values())
             return (
-                f"step {step}: ranks disagree on which collective comes next along {self.disagreement.axis}: "
+                f"step {step}: ranks disagree on {self.disagreement.where}: "
                 f"{ranks_text(by)} launched {one}, {ranks_text(by_others)} {other}"
             )
         silent = silent_of(self.readings, self.stacks)
@@ -88,8 +105,9 @@ class Diagnosis:
             doing = next(iter(waiting.values()))
             what, came = f"step {doing.step}: {doing.what}", sorted(waiting)
         else:
-            meeting = self.meetings[0]
-            what, came = f"step {meeting.entry.step}: {meeting.entry.record}", list(meeting.came)
+            missed = (one for one in self.meetings if set(one.absent) & set(self.culprits))
+            meeting = next(missed, self.meetings[0])
+            what, came = f"step {meeting.entry.step}: {meeting.what}", list(meeting.came)
         if self.culprits:
             return f"{what}: {ranks_text(self.culprits)} never arrived{self._whereabouts(self.culprits)}"
         return f"{what}: all of {ranks_text(came)} arrived{self._no_transport(came)}"
@@ -132,7 +150,8 @@ class Diagnosis:
         yield self.headline
         for meeting in self.meetings:
             absent = f"; {ranks_text(meeting.absent)} did not come" if meeting.absent else "; all have come"
-            yield f"  {_place(meeting.entry)}: {ranks_text(meeting.came)} came{absent}"
+            way = "" if meeting.message is None else f" {_way(meeting.message)}"
+            yield f"  {_place(meeting.entry)}{way}: {ranks_text(meeting.came)} came{absent}"
         silent = silent_of(self.readings, self.stacks)
         for rank in (*self.culprits, *sorted(silent - set(self.culprits))):
             found = self.readings.get(rank)
@@ -186,54 +205,112 @@ def diagnose(
     return Diagnosis(readings, stacks, _disagreement(readings), tuple(meetings), culprits, states or {})
 
 
+def missed_by(readings: Mapping[int, TapeReading], dead: int) -> str:
+    """Return the message between a dead pipe rank and another one at which it is missed; empty if there is none.
+
+    The other rank waits for it, or has just launched its end: a connection that is closed fails at once.
+    """
+    groups = Groups(readings)
+    for rank, reading in sorted(readings.items()):
+        for entry in (*reading.waits_for, *reading.entries[-1:]):
+            ends = groups.met(rank, entry).ranks if entry.record.lane and rank != dead else ()
+            line = other_end(entry.line, reading.who.shape.coords(rank)[entry.record.axis]) if dead in ends else ""
+            if line and (dead not in readings or readings[dead].launched.get(line, 0) < entry.number):
+                return f"step {entry.step}: {entry.record.label}, {_way((ends[0], ends[1]))}, never arrived"
+    return ""
+
+
 def silent_of(ranks: Iterable[int], stacks: Mapping[int, str]) -> set[int]:
     """Return the ranks that did not answer; none if no rank was asked."""
     return set(ranks) - stacks.keys() if stacks else set()
 
 
-def _group(readings: Mapping[int, TapeReading], axis: str, rank: int) -> list[int]:
-    """Return the ranks that a rank meets along an axis, itself included, as far as their tapes can be read."""
-    return [one for one in readings[rank].who.shape.ranks_along(axis, rank) if one in readings]
+class Met(NamedTuple):
+    """A meeting, equal for all ranks that come to it: the lane of a message or an axis, its ranks, and its number."""
+
+    line: str
+    ranks: tuple[int, ...]
+    """For a message its sender and its receiver; for a collective the group, as far as its tapes can be read."""
+    number: int
+
+
+class Groups:
+    """The ranks along an axis of each rank, computed once: a tape has thousands of entries."""
+
+    def __init__(self, readings: Mapping[int, TapeReading]) -> None:
+        self._readings = readings
+        self._found: dict[tuple[int, str], list[int]] = {}
+
+    def along(self, axis: str, rank: int) -> list[int]:
+        if (rank, axis) not in self._found:
+            self._found[rank, axis] = self._readings[rank].who.shape.ranks_along(axis, rank)
+        return self._found[rank, axis]
+
+    def met(self, rank: int, entry: TapeEntry) -> Met:
+        """Return the meeting to which a launch of a rank belongs."""
+        record = entry.record
+        group = self.along(record.axis, rank)
+        if record.lane:
+            ends = rank, group[record.peer]
+            return Met(record.lane, ends if record.op == "send" else ends[::-1], entry.number)
+        return Met(record.axis, tuple(one for one in group if one in self._readings), entry.number)
 
 
 def _meetings(readings: Mapping[int, TapeReading]) -> list[Meeting]:
-    found: dict[tuple[str, int, int], Meeting] = {}
+    found: dict[Met, Meeting] = {}
+    groups = Groups(readings)
     for rank, reading in sorted(readings.items()):
         for entry in reading.waits_for:
-            axis = entry.record.axis
-            group = _group(readings, axis, rank)
-            came = tuple(one for one in group if readings[one].launched.get(axis, 0) >= entry.number)
-            absent = tuple(one for one in group if one not in came)
-            found.setdefault((axis, entry.number, group[0]), Meeting(entry, came, absent))
+            met = groups.met(rank, entry)
+            lines = dict.fromkeys(met.ranks, entry.line)
+            if entry.record.lane:
+                (other,) = set(met.ranks) - {rank}
+                lines[other] = other_end(entry.line, reading.who.shape.coords(rank)[entry.record.axis])
+            came = tuple(
+                one
+                for one in sorted(met.ranks)
+                if one in readings and readings[one].launched.get(lines[one], 0) >= entry.number
+            )
+            absent = tuple(one for one in sorted(met.ranks) if one not in came)
+            message = (met.ranks[0], met.ranks[1]) if entry.record.lane else None
+            found.setdefault(met, Meeting(entry, came, absent, message))
     # The rank with the most launches knows the order of the program best.
     ahead = max(readings.values(), key=lambda reading: sum(reading.launched.values()), default=None)
     entries = enumerate(ahead.entries if ahead is not None else ())
-    order = {(entry.record.axis, entry.number): place for place, entry in entries}
+    order = {(entry.line, entry.number): place for place, entry in entries}
 
     def first(meeting: Meeting) -> tuple[bool, int, float]:
         entry = meeting.entry
-        return not meeting.absent, order.get((entry.record.axis, entry.number), 0), entry.time
+        return not meeting.absent, order.get((entry.line, entry.number), 0), entry.time
 
     return sorted(found.values(), key=first)
 
 
 def _disagreement(readings: Mapping[int, TapeReading]) -> Disagreement | None:
     """Return the earliest disagreement."""
-    meetings: defaultdict[tuple[str, int, int], dict[int, TapeEntry]] = defaultdict(dict)
+    meetings: defaultdict[Met, dict[int, TapeEntry]] = defaultdict(dict)
+    groups = Groups(readings)
     for rank, reading in sorted(readings.items()):
-        axes = {entry.record.axis for entry in reading.entries}
-        firsts = {axis: _group(readings, axis, rank)[0] for axis in axes}
         for entry in reading.entries:
-            axis = entry.record.axis
-            meetings[axis, firsts[axis], entry.number][rank] = entry
+            meetings[groups.met(rank, entry)][rank] = entry
     found = [
-        Disagreement(axis, number, launched)
-        for (axis, _, number), launched in meetings.items()
-        if len({(entry.record, entry.step) for entry in launched.values()}) > 1
+        Disagreement(launched)
+        for launched in meetings.values()
+        if len({(_seen(entry.record), entry.step) for entry in launched.values()}) > 1
     ]
     return min(found, key=lambda one: min(entry.time for entry in one.launched.values()), default=None)
 
 
+def _seen(record: Collective) -> Collective:
+    """Return what all ranks of a meeting have in common: of a message, everything but which end it is."""
+    return replace(record, op="send") if record.lane else record
+
+
+def _way(message: tuple[int, int]) -> str:
+    return f"from rank {message[0]} to rank {message[1]}"
+
+
 def _place(entry: TapeEntry) -> str:
     when = datetime.fromtimestamp(entry.time).strftime("%H:%M:%S")
-    return f"{entry.record} of step {entry.step} at {when} (number {entry.number} along {entry.record.axis})"
+    counted = f"of {entry.record.lane}" if entry.record.lane else f"along {entry.record.axis}"
+    return f"{entry.record} of step {entry.step} at {when} (number {entry.number} {counted})"

@@ -11,7 +11,8 @@ the first to arrive as well as the last.
 A single slow window is noise. A rank or link that is slower than its peers in several windows in a row is named, once.
 
 **Replicas.** Ranks that differ along data alone hold the same parameters, and the same optimizer state unless it is
-sharded over data, bit for bit. A flipped bit in memory, or a kernel that is not deterministic, makes replicas differ,
+sharded over data, bit for bit. So do the two pipe ranks at the ends of a model whose embedding is tied to its head, of
+that one table. A flipped bit in memory, or a kernel that is not deterministic, makes replicas differ,
 and no other check shows it: each replica continues with its own numbers. Each rank adds up the bits of these tensors as
 integers, and the sums are compared, so each rank sends one number. A single flipped bit always changes the sum, because
 it changes exactly one of the added integers.
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fourfold import comm
-from fourfold.axes import REPLICA
+from fourfold.axes import PIPE, REPLICA
 from fourfold.checkpoint.training_state import LocalShards
 from fourfold.errors import ReplicasDifferError
 from fourfold.grid import Grid, Shape
@@ -168,24 +169,44 @@ def unlike(sums: Sequence[int]) -> list[int]:
     return [place for place, number in enumerate(sums) if number != most or 2 * times <= len(sums)]
 
 
-def check_replicas(shards: LocalShards, grid: Grid) -> None:
-    """Raise on all ranks if the tensors of some rank differ from those of its replicas."""
-    if grid.size(REPLICA) == 1:
-        return
-    # a count of steps may be on the host, and all sums are added up on the device
-    mine = checksum(shard.local.to(grid.device) for shard in shards.values() if REPLICA not in shard.storage.axes)
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """A parameter that two pipe ranks hold, each with its optimizer state."""
+
+    name: str
+    ends: tuple[int, int]
+    """Their pipe coordinates."""
+
+
+def check_replicas(shards: LocalShards, grid: Grid, copies: Copies | None = None) -> None:
+    """Raise on all ranks if the tensors of some rank differ from those of its replicas, or two copies on pipe ranks."""
+    groups: list[tuple[Sequence[int], Sequence[int]]] = []
     with grid.ledger.not_counted():  # the check belongs to no step, and the planner predicts steps
-        sums = comm.all_gather(mine.view(1), grid, REPLICA, label="checksums").wait().tolist()
+        if grid.size(REPLICA) > 1:
+            # a count of steps may be on the host, and all sums are added up on the device
+            held = [shard.local.to(grid.device) for shard in shards.values() if REPLICA not in shard.storage.axes]
+            sums = comm.all_gather(checksum(held).view(1), grid, REPLICA, label="checksums").wait().tolist()
+            groups.append((grid.shape.ranks_along(REPLICA, grid.rank), sums))
+        if copies is not None:
+            held = [shard.local.to(grid.device) for name, shard in shards.items() if copies.name in name]
+            line = torch.zeros(grid.size(PIPE), dtype=torch.int64, device=grid.device)
+            if held:
+                line[grid.coords[PIPE]] = checksum(held)
+            sums = comm.all_reduce(line, grid, PIPE, label="checksums").wait().tolist()
+            along = grid.shape.ranks_along(PIPE, grid.rank)
+            groups.append(([along[end] for end in copies.ends], [sums[end] for end in copies.ends]))
+    if not groups:
+        return
 
     def judge() -> None:
-        group = grid.shape.ranks_along(REPLICA, grid.rank)
-        if differ := [group[place] for place in unlike(sums)]:
-            others = f"the other replicas of {ranks_text(group)}" if len(differ) < len(group) else "each other"
-            raise ReplicasDifferError(
-                f"parameters or optimizer state of {ranks_text(differ)} differ from {others}, though they must be "
-                "equal bit for bit: a device or its memory is at fault; take it out of the job, and resume from the "
-                "last checkpoint"
-            )
+        for group, sums in groups:
+            if differ := [group[place] for place in unlike(sums)]:
+                others = f"the other replicas of {ranks_text(group)}" if len(differ) < len(group) else "each other"
+                raise ReplicasDifferError(
+                    f"parameters or optimizer state of {ranks_text(differ)} differ from {others}, though they must be "
+                    "equal bit for bit: a device or its memory is at fault; take it out of the job, and resume from "
+                    "the last checkpoint"
+                )
 
     # Only the ranks of one group see the difference; together all ranks raise, so that none waits for them.
     grid.run_together("comparing replicas", judge)

@@ -4,11 +4,12 @@ A tape is a file of fixed size that is mapped into memory: a header of `HEAD` by
 of `TapeEntry.FORMAT`. Writing is a copy into memory and takes a few microseconds; the kernel writes it to the disk,
 even after the process was killed.
 
-    head    which rank this is, as JSON | launches so far | what it waits for | what it does | launches by axis
+    head    which rank this is, as JSON | launches so far | what it waits for | what it does | launches by line
     ring    launch n is entry n % ENTRIES
 
 Along an axis all ranks of a group launch the same collectives in the same order, so the n-th launch of one rank meets
-the n-th of the others: `number` counts the launches by axis.
+the n-th of the others. A message between two pipe ranks has one end on each: the n-th send of a lane to a rank meets
+the n-th receive there from this one. `number` counts the launches of a *line*: an axis, or one end of a lane to a peer.
 
 Invariant: an entry is complete before the count includes it, so a reader never sees half an entry.
 """
@@ -31,6 +32,7 @@ from fourfold.atomic import replacing
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op, RecordedStep
 from fourfold.parse import parse_json
+from fourfold.schedule.action import Lane
 
 ENTRIES = 2048
 """The number of launches that a tape keeps: several steps of most models, in about 300 KB."""
@@ -39,7 +41,10 @@ MAGIC = b"fourfold tape 1\n"
 WHO = 1024
 """Bytes of the header for the JSON that says which rank this is."""
 AXIS = 16
-"""Bytes of the name of an axis."""
+"""Bytes of the name of an axis, or of a line of messages such as `pipe:F+>3`."""
+LANE_CODES = {Lane.F_HIGHER: "F+", Lane.F_LOWER: "F-", Lane.B_HIGHER: "B+", Lane.B_LOWER: "B-"}
+"""The lanes in the name of a line, where `>` and the pipe coordinate of the receiver, or `<` and that of the sender,
+follow."""
 LABEL = 88
 """Bytes of the label of a collective. A longer label loses its beginning: its end says more about the layer."""
 REPLAYS = 4
@@ -51,8 +56,9 @@ COUNT_AT = len(MAGIC) + WHO
 WAITING_AT = COUNT_AT + COUNT.size
 DOING_AT = WAITING_AT + WAITING.size
 ALONG_AT = DOING_AT + DOING.size
-MAX_AXES = 16
-"""The number of axes whose launches the header has room to count."""
+MAX_LINES = 32
+"""The number of lines whose launches the header has room to count: the axes, and about four for each neighbour along
+pipe. Of further lines, which only a strange placement of stages has, nothing is told."""
 HEAD = 2048
 """Bytes of the header, padded so that the format can grow without moving the ring."""
 OPS: tuple[Op, ...] = get_args(Op)
@@ -94,10 +100,27 @@ class TapeEntry:
     """When it was launched, by the wall clock, which the nodes of a job share more or less."""
     step: int
     number: int
-    """Its number among the launches along its axis, counted from 1."""
+    """Its number among the launches of its line, counted from 1."""
     record: Collective
 
+    @property
+    def line(self) -> str:
+        return line_of(self.record)
+
     FORMAT = struct.Struct(f"<dQQIIB{AXIS - 1}s{LABEL}s")
+
+
+def line_of(record: Collective) -> str:
+    """Return the line in which a launch is counted: its axis, or for one end of a message `pipe:F+>3`."""
+    if not record.lane:
+        return record.axis
+    return f"{record.axis}:{LANE_CODES[Lane(record.lane)]}{'>' if record.op == 'send' else '<'}{record.peer}"
+
+
+def other_end(line: str, peer: int) -> str:
+    """Return the line of the same messages at their other end, where the rank of this line has that coordinate."""
+    lane, send, _ = line.partition(">")
+    return f"{lane}<{peer}" if send else f"{line.partition('<')[0]}>{peer}"
 
 
 class Tape:
@@ -123,26 +146,30 @@ class Tape:
         self._flying: dict[int, int] = {}
         self._recorded: RecordedStep | None = None
         self._replays: deque[dict[str, int]] = deque(maxlen=REPLAYS)
-        """The launches by axis before each of the last replays."""
+        """The launches by line before each of the last replays."""
         self._replayed = 0
 
     def launched(self, record: Collective) -> None:
         """Write a launch; the ledger calls it."""
-        self._numbers[record.axis] = number = self._numbers.get(record.axis, 0) + 1
+        name = line_of(record)
+        self._numbers[name] = number = self._numbers.get(name, 0) + 1
         self._flying[id(record)] = number
-        axis, at = record.axis.encode(), HEAD + self._count % ENTRIES * TapeEntry.FORMAT.size
+        while len(self._flying) > ENTRIES:  # sends that nobody had to wait for
+            del self._flying[next(iter(self._flying))]
+        line, at = name.encode(), HEAD + self._count % ENTRIES * TapeEntry.FORMAT.size
         numbers = (time.time(), number, record.nbytes, self.step, record.ranks, OPS.index(record.op))
-        TapeEntry.FORMAT.pack_into(self._map, at, *numbers, axis, record.label.encode()[-LABEL:])
+        TapeEntry.FORMAT.pack_into(self._map, at, *numbers, line, record.label.encode()[-LABEL:])
         self._count += 1
         COUNT.pack_into(self._map, COUNT_AT, self._count)  # after the entry, so that a reader finds it complete
-        place = list(self._numbers).index(record.axis)
-        ALONG.pack_into(self._map, ALONG_AT + place * ALONG.size, number, axis)
+        place = list(self._numbers).index(name)
+        if place < MAX_LINES:
+            ALONG.pack_into(self._map, ALONG_AT + place * ALONG.size, number, line)
 
     def waits(self, record: Collective) -> None:
         """Write that this rank waits for a collective; the ledger calls it."""
         self.since = time.monotonic()
         number = self._flying.pop(id(record), 0)
-        WAITING.pack_into(self._map, WAITING_AT, time.time(), number, record.axis.encode())
+        WAITING.pack_into(self._map, WAITING_AT, time.time(), number, line_of(record).encode())
 
     def landed(self) -> None:
         """Write that the wait is over; the ledger calls it."""
@@ -174,11 +201,11 @@ class Tape:
         record = self._recorded.waits[passed]
         numbers = Counter(self._replays[-1 - behind])
         for launch in self._recorded.launches:
-            numbers[launch.axis] += 1
+            numbers[line_of(launch)] += 1
             if launch is record:
                 break
         moment = time.time() - (time.monotonic() - since)
-        WAITING.pack_into(self._map, WAITING_AT, moment, numbers[record.axis], record.axis.encode())
+        WAITING.pack_into(self._map, WAITING_AT, moment, numbers[line_of(record)], line_of(record).encode())
 
     def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None:
         """Write what this rank does from now on, in at most `WHAT` bytes, and what it waits for meanwhile."""
@@ -201,10 +228,10 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The wait of a rank for the collective with this number along an axis."""
+    """The wait of a rank for the launch with this number of a line."""
 
     since: float
-    axis: str
+    line: str
     number: int
 
 
@@ -226,7 +253,7 @@ class TapeReading:
     entries: tuple[TapeEntry, ...]
     """The last launches, the newest last."""
     launched: dict[str, int]
-    """The number of launches by axis since the start."""
+    """The number of launches by line since the start."""
     waiting: Waiting | None
     doing: Doing | None
 
@@ -234,12 +261,12 @@ class TapeReading:
     def waits_for(self) -> list[TapeEntry]:
         """The launches that the rank waits for, as far as they are on the tape.
 
-        A rank waits for one collective or, if it waits for its device, for the last one along each axis.
+        A rank waits for one collective or, if it waits for its device, for the last one of each line.
         """
         numbers = self.launched if self.doing is not None and self.doing.waits is Waits.DEVICE else {}
         if self.waiting is not None:
-            numbers = {self.waiting.axis: self.waiting.number}
-        return [one for one in self.entries if numbers.get(one.record.axis) == one.number]
+            numbers = {self.waiting.line: self.waiting.number}
+        return [one for one in self.entries if numbers.get(one.line) == one.number]
 
     @property
     def waits(self) -> bool:
@@ -267,15 +294,24 @@ def read(path: Path) -> TapeReading:
     entries = []
     for place in range(max(0, count - ENTRIES + 1), count):  # without the oldest, which may be overwritten right now
         fields = TapeEntry.FORMAT.unpack_from(found, HEAD + place % ENTRIES * TapeEntry.FORMAT.size)
-        moment, number, nbytes, step, ranks, op, axis, label = fields
-        entries.append(TapeEntry(moment, step, number, Collective(OPS[op], _text(axis), nbytes, ranks, _text(label))))
-    since, number, axis = WAITING.unpack_from(found, WAITING_AT)
-    waiting = Waiting(since, _text(axis), number) if since else None
+        moment, number, nbytes, step, ranks, op, line, label = fields
+        axis, lane, peer = _parsed(_text(line))
+        record = Collective(OPS[op], axis, nbytes, ranks, _text(label), lane, peer)
+        entries.append(TapeEntry(moment, step, number, record))
+    since, number, line = WAITING.unpack_from(found, WAITING_AT)
+    waiting = Waiting(since, _text(line), number) if since else None
     since, waits, step, what = DOING.unpack_from(found, DOING_AT)
     doing = Doing(since, Waits(waits), step, _text(what)) if since else None
-    along = (ALONG.unpack_from(found, ALONG_AT + place * ALONG.size) for place in range(MAX_AXES))
-    launched = {_text(axis): launches for launches, axis in along if launches}
+    along = (ALONG.unpack_from(found, ALONG_AT + place * ALONG.size) for place in range(MAX_LINES))
+    launched = {_text(line): launches for launches, line in along if launches}
     return TapeReading(who, tuple(entries), launched, waiting, doing)
+
+
+def _parsed(line: str) -> tuple[str, str, int]:
+    """Return axis, lane and peer of a line; a collective has neither of the last two."""
+    axis, _, end = line.partition(":")
+    lane = next((lane for lane, code in LANE_CODES.items() if end.startswith(code)), "")
+    return axis, lane, int(end[3:]) if lane else -1
 
 
 def _text(found: bytes) -> str:
