@@ -23,8 +23,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `impor
 
 from benchmarks.cluster import compare_table, runs
 from benchmarks.cluster.emulate import EmulationUnavailableError, exit_on_signals
-from benchmarks.cluster.settings import FOURFOLD, PLANNED, Setting, grids_of, peers_of, published_of
+from benchmarks.cluster.settings import (
+    FOURFOLD,
+    PLANNED,
+    Setting,
+    grids_of,
+    own_pipelines,
+    peers_of,
+    published_of,
+)
 from benchmarks.shared.workloads import Line
+from fourfold.axes import AXES
 from fourfold.planner.machine import Machine
 from fourfold.planner.search import Space, search
 
@@ -33,15 +42,16 @@ SETTINGS = ("4x2-200-few", "4x2-100-few", "4x2-200-many", "4x2-50-few")
 
 def planned_line(setting: Setting, machine: Machine) -> Line:
     """Return the line that the planner chooses when it may choose everything."""
-    choice = search(setting.task(machine), setting.cluster.world, space=Space(micro_steps=(1,))).best.candidate
-    return Line(FOURFOLD, choice.shape, PLANNED, choice.policy)
+    space = Space(micro_steps=(1, 2, 4, 8), axes=AXES)
+    choice = search(setting.task(machine), setting.cluster.world, space=space).best.candidate
+    return Line(FOURFOLD, choice.shape, PLANNED, choice.policy, micro_batches=choice.micro_steps)
 
 
 def lines_of(setting: Setting, chosen: re.Pattern[str], machine: Machine) -> list[Line]:
     """Return the planned line, and the others whose name matches."""
     planned = planned_line(setting, machine)
-    print(f"{setting}: the planner chose {planned.shape}", flush=True)
-    others = [*grids_of(setting), *published_of(setting, machine), *peers_of(setting)]
+    print(f"{setting}: the planner chose {planned.grid}, {planned.label}", flush=True)
+    others = [*grids_of(setting), *own_pipelines(setting), *published_of(setting, machine), *peers_of(setting)]
     return [planned, *(line for line in others if chosen.search(line.name))]
 
 

@@ -8,7 +8,7 @@ with gloo's reduce-scatter and once with the minimal one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import torch
@@ -22,6 +22,7 @@ from benchmarks.shared.workloads import Line, Workload
 from fourfold.axes import AXES
 from fourfold.planner.machine import Machine, spread_of
 from fourfold.planner.price import Task
+from fourfold.schedule.stages import Stages
 from fourfold.shape import shapes_of
 
 POLICY = ff.Policy(keep_gathered=True)
@@ -137,6 +138,23 @@ def grids_of(setting: Setting) -> list[Line]:
         for shape in placements(setting.cluster.world, setting.cluster.ranks)
         if work.config.misfit(shape, POLICY) is None and work.rows % (shape.z * shape.data) == 0
     ]
+
+
+def own_pipelines(setting: Setting) -> Iterator[Line]:
+    """Yield Fourfold's pipelines over the nodes, with one other axis inside a node."""
+    work, world, per_node = setting.workload, setting.cluster.world, setting.cluster.ranks
+    units, pipe = work.config.layers + 2, world // per_node
+    if pipe < 2 or pipe > units:
+        return
+    # one unit or more for each rank, the layers in the middle
+    stages = Stages(tuple(units * stage // pipe for stage in range(pipe + 1)), tuple(range(pipe)))
+    for axis in ("data", "x"):
+        shape = ff.Shape(**{axis: per_node}, pipe=pipe)
+        for schedule in ("1f1b", "zb-h1"):
+            for micro_batches in (pipe, 2 * pipe):
+                if work.rows % (shape.places * micro_batches) == 0 and work.config.misfit(shape, POLICY) is None:
+                    policy = replace(POLICY, stages=stages, schedule=schedule)
+                    yield Line(FOURFOLD, shape, schedule, policy, micro_batches=micro_batches)
 
 
 def published_of(setting: Setting, machine: Machine) -> list[Line]:

@@ -22,11 +22,12 @@ from benchmarks.shared import peers
 from benchmarks.shared.models import LEARNING_RATE, MAX_NORM
 from benchmarks.shared.pipelines import PIPELINES
 from benchmarks.shared.workloads import Line, Workload
+from fourfold.axes import AXES
 from fourfold.optim import AdamW
 from fourfold.params import local_of
 
 AXES_OF = {
-    **dict.fromkeys(OURS, ("x", "y", "z", "data")),
+    **dict.fromkeys(OURS, AXES),
     **peers.AXES_OF,
     "DeepSpeed ZeRO-3": ("z",),
     "Megatron TP": ("x", "data"),
@@ -39,15 +40,20 @@ class FourfoldTrainer(Trainer):
     """Steps as `fourfold train` takes them, except that each step ends only when everything it sent has arrived: in
     training, the next forward pass hides the parameters that a sharded optimizer gathers."""
 
-    def __init__(self, workload: Workload, grid: ff.Grid, policy: ff.Policy) -> None:
+    def __init__(self, workload: Workload, grid: ff.Grid, policy: ff.Policy, micro_batches: int) -> None:
         self.model = ff.models.build(workload.config, grid, policy=policy, dtype=workload.dtype)
+        self.micro_batches = micro_batches
         self.optimizer = AdamW(self.model, LEARNING_RATE)
         self.tokens, self.targets = (ff.local_rows(part, grid) for part in workload.batch(grid.device))
         self.count = workload.tokens
 
     def step(self) -> Tensor:
-        loss = self.model(self.tokens, self.targets, count=self.count)
-        loss.backward()
+        if self.micro_batches > 1:
+            parts = zip(*(rows.chunk(self.micro_batches) for rows in (self.tokens, self.targets)), strict=True)
+            loss = ff.forward_backward(self.model, parts)
+        else:
+            loss = self.model(self.tokens, self.targets, count=self.count)
+            loss.backward()
         self.optimizer.clip_and_step(MAX_NORM)
         self.optimizer.zero_grad()
         for parameter in self.model.parameters():
@@ -64,7 +70,7 @@ def make_trainer(line: Line, workload: Workload, *, groups: Groups) -> Trainer:
             f"{line.kind} cannot use axis {unused[0]} of {line.shape}; it uses {', '.join(AXES_OF[line.kind])}"
         )
     if line.kind in OURS:
-        return FourfoldTrainer(workload, groups.grid(line.shape), line.policy)
+        return FourfoldTrainer(workload, groups.grid(line.shape), line.policy, line.micro_batches)
     if line.policy != ff.Policy():
         raise ValueError(f"{line.kind} takes no policy; only fourfold does")
     if line.kind == "DeepSpeed ZeRO-3":

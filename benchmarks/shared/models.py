@@ -11,9 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -302,11 +302,18 @@ class FourfoldModel(BenchmarkModel):
 
     def _train(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with comm.muted(self.grid) if self.muted else nullcontext():
-            loss = self.module(tokens, targets, count=self.count)
-            loss.backward()
+            loss = self._forward_backward(tokens, targets)
             self.optimizer.clip_and_step(MAX_NORM)
             self.optimizer.zero_grad()
         return loss.detach()
+
+    def _forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if (parts := self.line.micro_batches) > 1:
+            rows = zip(tokens.chunk(parts), targets.chunk(parts), strict=True)
+            return ff.forward_backward(cast(ff.models.Transformer, self.module), rows)
+        loss = self.module(tokens, targets, count=self.count)
+        loss.backward()
+        return loss
 
     def _captured(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not self.line.captured:
@@ -363,10 +370,9 @@ class FourfoldModel(BenchmarkModel):
         return record.nbytes // record.ranks if record.op == "all_gather" else record.nbytes
 
 
-def build_on_device(
-    config: ModelConfig, grid: ff.Grid, policy: ff.Policy, dtype: torch.dtype = torch.float32
-) -> ff.models.Transformer:
-    """Build a model with initial weights drawn on the device: the CPU's generator takes half a minute for 1 B."""
+@contextmanager
+def filled_on_device() -> Iterator[None]:
+    """Draw initial weights on the device inside the block: the CPU's generator takes half a minute for 1 B."""
     original = layer.fill_
 
     def fill(shard: Tensor, _box: Any, _shape: Any, init: Init, *_: Any) -> None:
@@ -374,6 +380,14 @@ def build_on_device(
 
     layer.fill_ = fill
     try:
-        return ff.models.build(config, grid, policy=policy, dtype=dtype)
+        yield
     finally:
         layer.fill_ = original
+
+
+def build_on_device(
+    config: ModelConfig, grid: ff.Grid, policy: ff.Policy, dtype: torch.dtype = torch.float32
+) -> ff.models.Transformer:
+    """Build a model with initial weights drawn on the device."""
+    with filled_on_device():
+        return ff.models.build(config, grid, policy=policy, dtype=dtype)

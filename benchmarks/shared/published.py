@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
-from fourfold.axes import AXES
+from fourfold.axes import CUTS
 from fourfold.models.config import ModelConfig
 from fourfold.planner.machine import Machine, inside_link
 from fourfold.policy import Policy
@@ -95,18 +95,18 @@ def published_seconds(
     config: ModelConfig, shape: Shape, rows: int, seq: int, machine: Machine, message_itemsize: int = MESSAGE_ITEMSIZE
 ) -> dict[str, float]:
     """Return the seconds of a step's communication by axis, for a batch of `rows` sequences over all ranks."""
-    elements = dict.fromkeys(AXES, 0.0)
+    elements = dict.fromkeys(CUTS, 0.0)
     for layer in layers_of(config):
         for axis, number in layer_elements(layer, shape, rows * seq / shape.data).items():
             elements[axis] += config.layers * number
-    itemsize = {axis: GRADIENT_ITEMSIZE if axis == "data" else message_itemsize for axis in AXES}
+    itemsize = {axis: GRADIENT_ITEMSIZE if axis == "data" else message_itemsize for axis in CUTS}
     return {
         axis: number * itemsize[axis] / published_bandwidth(machine, shape, axis) for axis, number in elements.items()
     }
 
 
 def published_ranking(
-    config: ModelConfig, devices: int, rows: int, seq: int, machine: Machine, order: Sequence[str] = AXES
+    config: ModelConfig, devices: int, rows: int, seq: int, machine: Machine, order: Sequence[str] = CUTS
 ) -> list[Ranked]:
     """Return every grid of this number of devices that can cut the model and the batch, the fastest first."""
     ranked = [

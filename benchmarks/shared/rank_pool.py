@@ -37,6 +37,8 @@ _context.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "fourfold"]
 )
 
+PARTITION = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+"""The environment variable by which MPS gives a process a part of the GPU's multiprocessors."""
 GRACE_SECONDS = 10.0
 """How long the other ranks may take to report their own errors after the first rank has failed."""
 
@@ -212,8 +214,11 @@ def multi_process_service(device: str) -> Iterator[str]:
             os.makedirs(path)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(names)  # the ranks inherit these and find the daemon through them
+        # a part of the GPU is each rank's own limit, not that of the daemon
+        environment = {name: value for name, value in os.environ.items() if name != PARTITION}
         try:
-            yield "own" if subprocess.run([control, "-d"], check=False, timeout=60).returncode == 0 else "none"
+            started = subprocess.run([control, "-d"], check=False, timeout=60, env=environment)
+            yield "own" if started.returncode == 0 else "none"
         finally:
             _mps_command(control, "quit -t 5")
             for name, value in before.items():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ class Workload:
     def tokens(self) -> int:
         return self.rows * self.config.seq
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a reader of results must know."""
+        model = {**asdict(self.config), "parameters": self.config.parameters}
+        batch = {"rows": self.rows, "seq": self.config.seq, "dtype": str(self.dtype).removeprefix("torch.")}
+        return {"size": self.name, "model": model, **batch}
+
     def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the tokens and targets of the whole batch."""
         generator = torch.Generator().manual_seed(0)
@@ -51,7 +58,7 @@ class Line:
     """Whether the line's computation alone and its communication alone are measured too."""
     mode: Mode = "eager"
     pipe: int = 1
-    """Ranks of a pipeline. It has no axis in a shape; `data` replicates the whole pipeline."""
+    """Ranks of a peer's pipeline; `data` replicates the whole pipeline. Fourfold's has an axis in the shape."""
     micro_batches: int = 1
     """Into how many parts a pipeline cuts the batch."""
     reshard: bool = True
@@ -65,7 +72,7 @@ class Line:
     @property
     def label(self) -> str:
         """The variant with everything else that tells lines of a kind and grid apart, except for the mode."""
-        parts = f"{self.micro_batches} micro-batches" if self.pipe > 1 else ""
+        parts = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return ", ".join(part for part in ("" if self.reshard else "no resharding", parts, self.variant) if part)
 
     @property

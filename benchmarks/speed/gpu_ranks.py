@@ -22,9 +22,11 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `import benchmarks`
 
@@ -36,6 +38,7 @@ from benchmarks.shared.workloads import Line, Measure, Workload
 from benchmarks.speed import gpu_ranks_table, rank_jobs
 from benchmarks.speed.gpu_ranks_lines import MODES, STEPS, WORKLOADS, lines_of
 from benchmarks.speed.gpu_ranks_results import LineRecord, Results
+from benchmarks.speed.rank_jobs import RankModels
 
 TIMEOUT = 240.0
 """Seconds after which a job is considered to hang."""
@@ -104,8 +107,7 @@ class GroupBenchmark:
         if not self.pool.up:
             self.built.clear()
         if not self.built:
-            shapes = [line.shape for line in lines if line.kind == "fourfold"]
-            self.pool.run(rank_jobs.open_group, self.workload, shapes, timeout=TIMEOUT)
+            self.open(lines)
         for number, line in enumerate(lines):
             if line.name in self.built:
                 continue
@@ -116,7 +118,7 @@ class GroupBenchmark:
                 self.lines = [early for early in lines if early.name in self.built]
                 return
             try:
-                self.pool.run(rank_jobs.build, line, self.workload, timeout=TIMEOUT)
+                self.build(line)
             except RanksFailedError as failed:
                 self.fail(line, failed)
                 if self.pool.up:
@@ -129,6 +131,15 @@ class GroupBenchmark:
             took = time.monotonic() - began
             self.longest_warmup = max(self.longest_warmup, took)
             print(f"  warm: {line.name} ({took:.1f} s; {number + 1} of {len(lines)})", flush=True)
+
+    def open(self, lines: Sequence[Line]) -> None:
+        """Prepare the ranks for these lines."""
+        shapes = [line.shape for line in lines if line.kind == "fourfold"]
+        self.pool.run(rank_jobs.open_group, self.workload, shapes, timeout=TIMEOUT)
+
+    def build(self, line: Line) -> None:
+        """Make the model of a line on every rank."""
+        self.pool.run(rank_jobs.build, line, self.workload, timeout=TIMEOUT)
 
     def try_warm_up(self, line: Line, warmup: int) -> bool:
         """Warm up a line; return whether the pool is still usable."""
@@ -208,40 +219,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     groups = {name: _lines(name, options) for name in options.groups}
     if options.list:
-        for name, lines in groups.items():
-            print(f"{name}, {len(lines)} lines:", *(line.name for line in lines), sep="\n  ")
+        list_groups(groups)
         return 0
-    clock = Clock(options.budget)
     results = Results.open(options.out, {"warmup": options.warmup})
+    measure_groups([_group(name, lines, options) for name, lines in groups.items()], results, options)
+    options.table.write_text(gpu_ranks_table.render(results.path))
+    print(f"wrote {options.out} and {options.table}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """The lines that are measured side by side on the same ranks."""
+
+    name: str
+    world: int
+    about: dict[str, Any]
+    """What a reader of the results must know: model, batch, dtype."""
+    lines: Sequence[Line]
+    benchmark: Callable[[RankPool, Results, Clock], GroupBenchmark]
+    ranks: Callable[[int, int, str], RankModels] = RankModels
+    """Makes what a rank keeps between jobs."""
+
+
+def _group(name: str, lines: Sequence[Line], options: argparse.Namespace) -> Group:
+    world, workload = _parse_group(name)
+    steps = options.steps or STEPS.get(workload.name, 1)
+
+    def benchmark(pool: RankPool, results: Results, clock: Clock) -> GroupBenchmark:
+        return GroupBenchmark(name, pool, workload, lines, results, clock, steps=steps, threads=options.threads)
+
+    return Group(name, world, workload.about, lines, benchmark)
+
+
+def measure_groups(groups: Sequence[Group], results: Results, options: argparse.Namespace) -> None:
+    """Measure all groups, one after another, until each has its rounds or the budget is spent."""
+    clock = Clock(options.budget)
     if options.retry:
         results.forget_errors()
     pool: RankPool | None = None
     with multi_process_service(options.device) as service:
         try:
-            for name, lines in groups.items():
-                world, workload = _parse_group(name)
-                if not results.left(name, lines, options.rounds):
-                    print(f"{name}: complete in {options.out}", flush=True)
+            for group in groups:
+                if not results.left(group.name, group.lines, options.rounds):
+                    print(f"{group.name}: complete in {options.out}", flush=True)
                     continue
-                if pool is None or pool.world != world:
+                if pool is None or pool.world != group.world:
                     if pool is not None:
                         pool.close()
-                    pool = RankPool(world, options.device, rank_jobs.RankModels)
-                results.begin(name, workload, world, _provenance(options, service, pool))
-                steps = options.steps or STEPS.get(workload.name, 1)
-                group = GroupBenchmark(
-                    name, pool, workload, lines, results, clock, steps=steps, threads=options.threads
-                )
-                group.measure(options.rounds, options.warmup)
+                    pool = RankPool(group.world, options.device, group.ranks)
+                about = {"ranks": group.world, **group.about}
+                results.begin(group.name, about, _provenance(options, service, pool))
+                group.benchmark(pool, results, clock).measure(options.rounds, options.warmup)
         except OutOfTime as ended:
             print(f"stopped: {ended}; run the same command again to resume", flush=True)
         finally:
             results.write()
             if pool is not None:
                 pool.close()
-    options.table.write_text(gpu_ranks_table.render(results.path))
-    print(f"wrote {options.out} and {options.table}")
-    return 0
 
 
 def _lines(group: str, options: argparse.Namespace) -> list[Line]:
@@ -261,7 +296,7 @@ def _parse_group(name: str) -> tuple[int, Workload]:
 def _provenance(options: argparse.Namespace, service: str, pool: RankPool) -> dict[str, object]:
     """Return what a reader of the table needs to repeat the run."""
     return {
-        "command": shlex.join(["python", "benchmarks/speed/gpu_ranks.py", *options.given]),
+        "command": shlex.join(["python", f"benchmarks/speed/{options.script}", *options.given]),
         "date": str(date.today()),
         "mps": service,
         "cores": len(os.sched_getaffinity(0)),
@@ -270,46 +305,22 @@ def _provenance(options: argparse.Namespace, service: str, pool: RankPool) -> di
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = has_gpu()
-    stem = str(RESULTS / f"{date.today()}-gpu-ranks")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
+    parser = shared_options(__doc__, "gpu-ranks", rounds=5, warmup=5)
     parser.add_argument(
         "--groups", help="RANKS:SIZE,... in this order; default 4:deep,4:wide,4:gpt-125m,8:deep, or 4:tiny on the CPU"
-    )
-    parser.add_argument(
-        "--lines",
-        type=re.compile,
-        default=re.compile(""),
-        help="regular expression; measure only the lines whose name matches",
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=5,
-        help=f"steps of each line before measuring; a captured line is recorded after {GRAPH_WARMUP}",
     )
     parser.add_argument("--steps", type=int, help="steps of a turn; default by size: 5 of gpt-125m, otherwise 1")
     parser.add_argument(
         "--modes",
         default="eager",
         help=f"MODE,... of {', '.join(MODES)}; or all. Compiled: Fourfold's regions, the peers' blocks or stages. "
-        "Captured: Fourfold's step as a CUDA graph",
+        f"Captured: Fourfold's step as a CUDA graph, which is recorded after {GRAPH_WARMUP} steps of warm-up",
     )
     parser.add_argument("--every", action="store_true", help="also Fourfold's other grids, and each mechanism (eager)")
     parser.add_argument("--threads", action="store_true", help="sample the CPU seconds of every kind of thread")
-    parser.add_argument("--list", action="store_true", help="only print the lines that would be measured")
-    parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="seconds; stop before a round that would exceed them"
-    )
-    parser.add_argument("--retry", action="store_true", help="measure the lines again that failed")
-    parser.add_argument("--out", type=Path, default=Path(f"{stem}.jsonl"), help="results; an existing file is resumed")
-    parser.add_argument("--table", type=Path, help="default: next to --out")
-    options = parser.parse_args(arguments)
-    for name in ("rounds", "warmup", "steps"):
-        if (given := getattr(options, name)) is not None and given < 1:
-            parser.error(f"--{name} {given} must be at least 1")
+    options = parse_shared(parser, arguments, "gpu_ranks.py")
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps {options.steps} must be at least 1")
     options.modes = MODES if options.modes == "all" else options.modes.split(",")
     if unknown := [mode for mode in options.modes if mode not in MODES]:
         parser.error(f"--modes {unknown[0]}: a mode is one of {', '.join(MODES)}, or all of them: all")
@@ -317,9 +328,48 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--warmup {options.warmup}: a captured step is recorded after {GRAPH_WARMUP}, so take more")
     default = "4:tiny" if options.device == "cpu" else "4:deep,4:wide,4:gpt-125m,8:deep"
     options.groups = (options.groups or default).split(",")
+    return options
+
+
+def shared_options(description: str | None, name: str, *, rounds: int, warmup: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark that measures groups."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    stem = str(RESULTS / f"{date.today()}-{name}")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu() else "cpu")
+    parser.add_argument(
+        "--lines",
+        type=re.compile,
+        default=re.compile(""),
+        help="regular expression; measure only the lines whose name matches",
+    )
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--warmup", type=int, default=warmup, help="steps of each line before measuring")
+    parser.add_argument("--list", action="store_true", help="only print the lines that would be measured")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds; stop before a round that would exceed them"
+    )
+    parser.add_argument("--retry", action="store_true", help="measure the lines again that failed")
+    parser.add_argument("--out", type=Path, default=Path(f"{stem}.jsonl"), help="results; an existing file is resumed")
+    parser.add_argument("--table", type=Path, help="default: next to --out")
+    return parser
+
+
+def parse_shared(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, script: str) -> argparse.Namespace:
+    """Parse the arguments; refuse what no benchmark can use."""
+    options = parser.parse_args(arguments)
+    for name in ("rounds", "warmup"):
+        if (given := getattr(options, name)) < 1:
+            parser.error(f"--{name} {given} must be at least 1")
     options.table = options.table or options.out.with_suffix(".md")
     options.given = list(sys.argv[1:] if arguments is None else arguments)
+    options.script = script
     return options
+
+
+def list_groups(groups: Mapping[str, Sequence[Line]]) -> None:
+    """Print which lines there are."""
+    for name, lines in groups.items():
+        print(f"{name}, {len(lines)} lines:", *(line.name for line in lines), sep="\n  ")
 
 
 if __name__ == "__main__":

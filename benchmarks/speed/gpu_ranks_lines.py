@@ -25,9 +25,11 @@ REPLICATED = "replicated"
 MEGATRON = "Megatron's generalised TP"
 OFF = "off"
 MECHANISMS = ("+prefetch", "+defer", "+wgrad_behind_messages", "+halves", "+reduce_early")
+SCHEDULES = ("1f1b", "zb-h1", "found")
+"""The schedules of Fourfold's pipelines, with one stage per rank."""
 MODES: tuple[Mode, ...] = ("eager", "compiled", "captured", "captured compiled")
 PEER_MODES: tuple[Mode, ...] = ("eager", "compiled")
-"""The peers have no captured step: neither FSDP2 nor DTensor nor the pipelines support one."""
+"""The peers have no captured step: neither FSDP2 nor DTensor nor the pipelines support one. Nor has our pipeline."""
 
 
 BASE = ff.Policy(keep_gathered=True, even_tokens=True)
@@ -65,6 +67,8 @@ def lines_of(world: int, workload: Workload, modes: Sequence[Mode] = ("eager",),
         if mode in PEER_MODES:
             found += [replace(line, mode=mode) for line in (*_peers(world), *_pipelines(world))]
         found += [_in_mode(line, mode) for line in _fourfold(world)]
+        if mode in PEER_MODES:
+            found += [_in_mode(line, mode) for line in _fourfold_pipelines(world)]
     if every:
         found += [*_other_grids(world), *_mechanisms(world)]
     return [line for line in found if _fits(line, workload)]
@@ -80,10 +84,9 @@ def _fits(line: Line, workload: Workload) -> bool:
     if line.pipe > 1:
         rows = line.shape.data * line.micro_batches
         return workload.rows % rows == 0 and stages_of(line) <= len(piece_costs(workload.config))
-    return (
-        workload.config.misfit(line.shape, line.policy) is None
-        and workload.rows % (line.shape.z * line.shape.data) == 0
-    )
+    parts = line.shape.z * line.shape.data * line.micro_batches
+    layers = workload.config.layers >= line.shape.pipe
+    return layers and workload.config.misfit(line.shape, line.policy) is None and workload.rows % parts == 0
 
 
 def _peers(world: int) -> Iterator[Line]:
@@ -112,6 +115,14 @@ def _pipelines(world: int) -> Iterator[Line]:
         for factor in (1, 2, 4):
             for kind in (PIPELINE, INTERLEAVED):
                 yield Line(kind, ff.Shape(data=replicas), pipe=ranks, micro_batches=factor * ranks)
+
+
+def _fourfold_pipelines(world: int) -> Iterator[Line]:
+    """Yield Fourfold's pipelines over all ranks, with the micro-batches of torch's."""
+    for factor in (1, 2, 4):
+        for schedule in SCHEDULES:
+            policy = replace(BASE, schedule=schedule)
+            yield Line("fourfold", ff.Shape(pipe=world), schedule, policy, micro_batches=factor * world)
 
 
 def _fourfold(world: int) -> Iterator[Line]:

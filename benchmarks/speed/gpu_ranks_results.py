@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.shared.workloads import Line, Workload
+from benchmarks.shared.workloads import Line
 
 
 @dataclass
@@ -39,6 +39,8 @@ class LineRecord:
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     """CPU seconds per step by kind of thread, of all ranks together: the mean over the rounds that sampled them."""
     cpu_rounds: int = 0
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    """What else a benchmark measured or predicted, by name: one number per round."""
 
     @property
     def turn_seconds(self) -> float:
@@ -102,18 +104,15 @@ class Results:
         results.settings = settings or {}
         return results
 
-    def begin(self, name: str, workload: Workload, world: int, run: dict[str, Any]) -> None:
+    def begin(self, name: str, about: dict[str, Any], run: dict[str, Any]) -> None:
         """Note a call that will add to this group."""
-        config = workload.config
-        model = {**asdict(config), "parameters": config.parameters}
-        batch = {"rows": workload.rows, "seq": config.seq, "dtype": str(workload.dtype).removeprefix("torch.")}
-        fresh = {"group": name, "ranks": world, "size": workload.name, "model": model, **batch}
-        fresh["settings"] = self.settings
-        self.groups.setdefault(name, {**fresh, "runs": []})["runs"].append(run)
+        fresh = {"group": name, **about, "settings": self.settings, "runs": []}
+        self.groups.setdefault(name, fresh)["runs"].append(run)
 
     def of(self, group: str, line: Line) -> LineRecord:
         empty: dict[str, list[float]] = {measure: [] for measure in line.measures}
-        grid = {"pipe": line.pipe, "data": line.shape.data} if line.pipe > 1 else line.shape.sizes
+        others = {axis: size for axis, size in line.shape.sizes.items() if axis != "pipe"}
+        grid = {"pipe": line.pipe * line.shape.pipe, **others}
         fresh = LineRecord(group, line.name, line.kind, grid, line.label, empty, line.mode)
         return self.records.setdefault((group, line.name), fresh)
 

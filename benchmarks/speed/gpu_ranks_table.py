@@ -55,16 +55,7 @@ def render(path: Path) -> str:
 
 
 def _head(results: Results) -> str:
-    runs = [run for group in results.groups.values() for run in group["runs"]]
-    dates = sorted({run["date"] for run in runs})
-    commands = list(dict.fromkeys(run["command"] for run in runs))
-    machines = list(
-        dict.fromkeys(
-            f"{run['device']}, {run['cores']} cores, torch {run['torch']}"
-            + (f", NCCL {run['nccl']}, MPS: {run['mps']}" if run["nccl"] else "")
-            for run in runs
-        )
-    )
+    dates = sorted({run["date"] for run in _runs(results)})
     return (
         f"# Fourfold and its peers on ranks of one machine, {' and '.join(dates) or 'nothing measured'}\n\n"
         "`benchmarks/speed/gpu_ranks.py`; lines that share a round were measured side by side. Times are those of the "
@@ -74,8 +65,26 @@ def _head(results: Results) -> str:
         "median, compiled or not. Peak memory is what the tensors of a line need on one rank, including weights. "
         "Compute alone: the same step without communication. Communication alone: its collectives without computation; "
         "both are captured where the step is. Each line of a mechanism includes the mechanisms above it.\n\n"
-        f"On {'; '.join(machines)}:\n\n```\n" + "\n".join(commands) + "\n```"
+        + commands_of(results)
     )
+
+
+def _runs(results: Results) -> list[dict[str, Any]]:
+    return [run for group in results.groups.values() for run in group["runs"]]
+
+
+def commands_of(results: Results) -> str:
+    """Say on which machines the results were measured, and with which commands."""
+    runs = _runs(results)
+    commands = list(dict.fromkeys(run["command"] for run in runs))
+    machines = list(
+        dict.fromkeys(
+            f"{run['device']}, {run['cores']} cores, torch {run['torch']}"
+            + (f", NCCL {run['nccl']}, MPS: {run['mps']}" if run["nccl"] else "")
+            for run in runs
+        )
+    )
+    return f"On {'; '.join(machines)}:\n\n```\n" + "\n".join(commands) + "\n```"
 
 
 def _summary(lines: dict[str, list[LineRecord]]) -> str:
@@ -127,7 +136,7 @@ def _sort_key(record: LineRecord) -> tuple[int, int, str, float]:
     seconds = record.step if record.measured else math.inf
     if record.kind != OURS:
         return 0, 0, "", seconds
-    if record.variant in COMPARED:
+    if is_compared(record):
         return 1, 0, "", seconds
     place = ORDER.index(record.variant)
     return (2, place, "", seconds) if place < ORDER.index(OFF) else (3, 0, grid_of(record), place)
@@ -196,8 +205,13 @@ def bars(records: Sequence[LineRecord]) -> list[str]:
 
 def _sides(records: Sequence[LineRecord]) -> tuple[list[LineRecord], list[LineRecord]]:
     """Return Fourfold's lines that are compared with the peers, and the peers."""
-    ours = [record for record in records if record.kind == OURS and record.variant in COMPARED]
+    ours = [record for record in records if record.kind == OURS and is_compared(record)]
     return ours, [record for record in records if record.kind != OURS]
+
+
+def is_compared(record: LineRecord) -> bool:
+    """Return whether one of Fourfold's lines is compared with the peers."""
+    return record.variant in COMPARED or record.grid.get("pipe", 1) > 1
 
 
 def _by_grid(records: Sequence[LineRecord]) -> dict[str, list[LineRecord]]:

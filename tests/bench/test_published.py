@@ -19,7 +19,7 @@ from benchmarks.shared.published import (
     published_ranking,
     published_seconds,
 )
-from fourfold.axes import AXES
+from fourfold.axes import CUTS
 from fourfold.models.config import config
 from fourfold.planner.machine import LinkSpeed, Machine, load_machine
 from fourfold.planner.price import Candidate, Task, price, timeline
@@ -57,7 +57,7 @@ def test_a_transposed_layer_swaps_x_and_y() -> None:
 def test_a_gpt_block_sends_the_published_sums() -> None:
     """12 h m_z / x over y and 4 h m_z / y over x, 12 h^2/(x y) over z each way, 12 h^2/(x y z) over data."""
     gpt, shape, m = config("gpt-5b"), Shape(x=4, y=2, z=8, data=16), 4096
-    sums = dict.fromkeys(AXES, 0.0)
+    sums = dict.fromkeys(CUTS, 0.0)
     for layer in layers_of(gpt):
         for axis, number in layer_elements(layer, shape, m).items():
             sums[axis] += number
@@ -71,8 +71,8 @@ def test_a_gpt_block_sends_the_published_sums() -> None:
 def test_bandwidths_are_the_published_table() -> None:
     perlmutter, frontier = load_machine("perlmutter"), load_machine("frontier")
     shape = Shape(x=2, y=2, z=8, data=4)
-    assert [published_bandwidth(perlmutter, shape, axis) / 1e9 for axis in AXES] == [76, 76, 20, 20]
-    assert [published_bandwidth(frontier, shape, axis) / 1e9 for axis in AXES] == [129, 50, 10, 5]
+    assert [published_bandwidth(perlmutter, shape, axis) / 1e9 for axis in CUTS] == [76, 76, 20, 20]
+    assert [published_bandwidth(frontier, shape, axis) / 1e9 for axis in CUTS] == [129, 50, 10, 5]
     assert published_bandwidth(frontier, Shape(x=8, z=4), "x") == 135e9
     assert published_bandwidth(perlmutter, Shape(z=8), "z") == 80e9
     assert published_bandwidth(perlmutter, Shape(z=8), "x") == math.inf
@@ -115,7 +115,7 @@ def test_the_ranking_holds_every_grid_that_fits_and_rises() -> None:
 def test_faster_links_scale_the_seconds() -> None:
     gpt, shape = config("gpt-5b"), Shape(x=2, y=2, z=2, data=2)
     slow, fast = (published_seconds(gpt, shape, 16, 2048, flat(bandwidth)) for bandwidth in (1e9, 4e9))
-    for axis in AXES:
+    for axis in CUTS:
         assert slow[axis] == pytest.approx(4 * fast[axis])
 
 
