@@ -13,9 +13,9 @@ from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.training_state import RANDOM, training_shards
 from fourfold.grid import Grid, Shape
-from fourfold.layout import PRODUCT, Spec
 from fourfold.optim import AdamW
-from harness import grid_of, join_shards
+from fourfold.params import whole_over_pipe
+from harness import grid_of
 
 ROWS, SEQ = 8, 8
 MODELS: dict[str, dict[str, Any]] = {
@@ -35,6 +35,10 @@ SHAPES = [
     Shape(x=2, y=2, z=2),
     Shape(z=8),
     Shape(x=2, data=4, order=("data", "x", "y", "z")),
+    Shape(pipe=2),
+    Shape(x=2, pipe=2),
+    Shape(data=2, pipe=2, order=("pipe", "x", "y", "z", "data")),
+    Shape(y=2, z=2, pipe=2),
 ]
 """Grids of 1 to 8 ranks."""
 
@@ -60,13 +64,14 @@ def take(model: ff.models.Transformer, optimizer: AdamW, step: int) -> float:
     return loss.item()
 
 
-def everything(model: ff.models.Transformer, optimizer: AdamW) -> dict[str, Tensor]:
+def everything(model: ff.models.Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters and optimizer state, joined."""
-    return {
-        name: join_shards(held.local, Spec(held.shape, held.storage, PRODUCT), model.grid).clone()
+    shards = {
+        name: (held.local, held.storage, held.shape)
         for name, held in training_shards(model, optimizer).items()
         if not name.startswith(RANDOM)
     }
+    return {name: whole.clone() for name, whole in whole_over_pipe(shards, model.grid)}
 
 
 def trained(root: Path, name: str, shape: Shape, sharded: bool, steps: int, save_at: int) -> dict[str, Any]:

@@ -55,6 +55,8 @@ COLD = ("launcher killed", "Ctrl-C twice")
 EARLY = ("start", "rendezvous")
 """The phases in which a launcher looks for its ranks in /proc, where forked ranks have another environment, and in
 which forked ranks are not yet a group of processes that a signal reaches."""
+MESSAGE = r"step 6: [FB] of stage \d, micro-batch \d, from rank \d to rank \d: "
+"""What ranks wait for where a pipe rank is stopped in a step."""
 ERRORS = {"full disk": errno.ENOSPC, "read-only disk": errno.EROFS}
 KINDS = ("kill", "stop", *HARMLESS, *SIGNALS, "launcher killed", "NaN", *ERRORS)
 
@@ -66,6 +68,13 @@ class Case:
     phase: str
     kind: str
     ranks: int
+    grid: str = ""
+    """The grid, where it is not the usual one of `GRIDS`."""
+
+    @property
+    def on(self) -> str:
+        """The grid of the run."""
+        return self.grid or GRIDS[self.ranks]
 
     @property
     def rank(self) -> int:
@@ -73,7 +82,7 @@ class Case:
         return 0 if self.phase in RANK0 else self.ranks - 1
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.phase}, {self.ranks} ranks"
+        return f"{self.kind}, {self.phase}, {self.grid or f'{self.ranks} ranks'}"
 
 
 def cases(ranks: int) -> list[Case]:
@@ -82,6 +91,15 @@ def cases(ranks: int) -> list[Case]:
     found += [Case(phase, "NaN", ranks) for phase in ("first step", "step", "evaluation")]
     return found + [Case(phase, kind, ranks) for phase in DISK for kind in ERRORS]
 
+
+def pipe_cases(grid: str, ranks: int) -> list[Case]:
+    """Return cases on a grid with pipe ranks, which have different parameters and come to different messages."""
+    phases = "building", "first step", "step", "evaluation", "save", "resume", "end"
+    found = [Case(phase, kind, ranks, grid) for phase in phases for kind in ("kill", "stop", "SIGTERM")]
+    return [*found, Case("rename", "kill", ranks, grid), Case("step", "Ctrl-C", ranks, grid)]
+
+
+PIPED = [case for grid, ranks in (("pipe=2", 2), ("pipe=2,x=2", 4), ("pipe=4", 4)) for case in pipe_cases(grid, ranks)]
 
 GPU_CASES = [
     *(Case(phase, "kill", 4) for phase in ("reading", "step", "save", "rename", "resume", "end")),
@@ -253,24 +271,24 @@ class Ended:
     log: str
 
 
-def arguments(out: Path, ranks: int, data: str, *more: str, start: float = 120.0) -> list[str]:
+def arguments(out: Path, grid: str, data: str, *more: str, start: float = 120.0) -> list[str]:
     settings = {
-        "model.layers": 1, "batch.rows": 4, "batch.seq": 12, "data.held_out": 0.1, "log.peak_flops": 1e12,
-        "log.tensorboard": "false", "plan.compare": "false", "train.evaluate_every": 4, "checkpoint.every": EVERY,
-        "watch.deadline": DEADLINE, "watch.start": start, "watch.grace": 20, "optimizer.schedule": "constant",
-        "optimizer.warmup": 2, "policy.compile": "false", "policy.dtype": "fp32",
+        "model.layers": 4 if grid == "pipe=4" else 1, "batch.rows": 4, "batch.seq": 12, "data.held_out": 0.1,
+        "log.peak_flops": 1e12, "log.tensorboard": "false", "plan.compare": "false", "train.evaluate_every": 4,
+        "checkpoint.every": EVERY, "watch.deadline": DEADLINE, "watch.start": start, "watch.grace": 20,
+        "optimizer.schedule": "constant", "optimizer.warmup": 2, "policy.compile": "false", "policy.dtype": "fp32",
     }  # fmt: skip
     changes = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
     start = ["train", "--model", "gpt-tiny", "--device", DEVICE, "--data", data, "--steps", str(STEPS)]
-    return [*start, "--grid", GRIDS[ranks], *changes, "--out", str(out), *more]
+    return [*start, "--grid", grid, *changes, "--out", str(out), *more]
 
 
-def undisturbed(folder: Path, ranks: int, data: str) -> Path:
+def undisturbed(folder: Path, grid: str, data: str) -> Path:
     """Train the run that others are compared with, and a half of it to resume from; return its folder."""
-    out = folder / f"undisturbed-{ranks}"
-    said = folder / f"undisturbed-{ranks}.txt"
+    out = folder / f"undisturbed-{grid}"
+    said = folder / f"undisturbed-{grid}.txt"
     for name, steps in ((out, STEPS), (half(out), STEPS // 2)):
-        given = arguments(name, ranks, data, "--steps", str(steps))
+        given = arguments(name, grid, data, "--steps", str(steps))
         process = warm.Process(undisturbed_command, *given, stdout=said, stderr=said)
         assert process.wait(300) == 0, said.read_text()
     return out
@@ -288,7 +306,7 @@ def check(case: Case, folder: Path, whole: Path, data: str) -> Ended:
     out = folder / "run"
     # on a busy machine ranks that are not forked need long to start, so the deadline is short only where it is tested
     start = 120.0 if case.kind != "stop" else 20.0 if case.phase in EARLY else DEADLINE
-    given = arguments(out, case.ranks, data, start=start)
+    given = arguments(out, case.on, data, start=start)
     if case.phase == "resume":
         shutil.copytree(half(whole), out)
         given = [*given[:-2], "--resume", str(out)]
@@ -363,7 +381,8 @@ def require_expected(case: Case, ended: Ended) -> None:
         case "kill":
             demand(restarted, rf"rank {case.rank} .* was killed by SIGKILL", again)
         case "stop":
-            demand(restarted, rf"rank {case.rank} .*is stopped", 20.0 + again)
+            at = MESSAGE if case.phase == "step" and case.grid.startswith("pipe") else ""
+            demand(restarted, rf"{at}rank {case.rank} .*is stopped", 20.0 + again)
         case "launcher killed":
             demand((-signal.SIGKILL,), "", again)  # ranks may complain until the kernel ends them
         case "NaN":
@@ -381,7 +400,7 @@ def resume(folder: Path, out: Path, case: Case, data: str) -> None:
     """Resume the run, or begin it again if it had not begun; it must come to its end."""
     again = ["train", "--resume", str(out), "--device", DEVICE, "--steps", str(STEPS)]
     if not (out / "metrics.jsonl").exists():
-        again = arguments(out, case.ranks, data)
+        again = arguments(out, case.on, data)
     said = folder / "resumed"
     process = warm.Process(undisturbed_command, *again, stdout=said, stderr=said)
     assert process.wait(120) == 0, said.read_text()

@@ -1,7 +1,8 @@
 """The drawings of the docs: `python docs/drawings/draw.py` writes every SVG of this folder anew.
 
-Plain Python without dependencies; every run writes the same bytes, and `tests/docs/test_drawings.py` checks that the
-files are what this script writes. A colour stands for the same axis in every drawing.
+Plain Python; schedules are those of `fourfold.schedule`. Every run writes the same bytes, and
+`tests/docs/test_drawings.py` checks that the files are what this script writes. A colour stands for the same axis in
+every drawing.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from itertools import product as every
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from fourfold.schedule.find import find
+from fourfold.schedule.named import named
+from fourfold.schedule.play import Played, equal_seconds, play
+from fourfold.schedule.stages import Stages
+
 HERE = Path(__file__).parent
 AXIS = {"x": "#0b62c4", "y": "#b84a00", "z": "#1b7a3d", "data": "#7a3fb0"}
 PALE = {"x": "#dcebfb", "y": "#fde5d3", "z": "#d9f2e0", "data": "#ecdff7"}
 INK, GREY, FAINT = "#1c2128", "#59636e", "#d0d7de"
+ACTION = {"F": "#a9cdf5", "B": "#f7c9a3", "W": "#b5e3c2", "BW": "#d8d2a0"}
+"""A colour for each kind of action of a pipeline."""
 
 Point = tuple[float, float]
 
@@ -327,6 +335,40 @@ def schemes() -> Drawing:
     return drawing
 
 
+def schedules() -> Drawing:
+    """Four schedules of 4 pipe ranks, on one scale of time: what runs when, and where a rank waits."""
+    pipe, micro_steps, top = 4, 8, 50
+    wave = Stages.even(8, pipe, 2, "wave")
+    one, two = (equal_seconds(1.0, 1.0, 1.0, pipe, chunks) for chunks in (1, 2))
+    panels: tuple[tuple[str, Played], ...] = (
+        ("1f1b", play(named("1f1b", pipe, 1, micro_steps), one)),
+        ("interleaved, 2 chunks", play(named("interleaved", pipe, 2, micro_steps), two)),
+        ("zb-h1", play(named("zb-h1", pipe, 1, micro_steps), one)),
+        ("found on a wave of 2 chunks", find(wave.placement, micro_steps, two, memory=pipe).played),
+    )
+    drawing = Drawing("1F1B, interleaved, ZB-H1 and a found schedule on 4 pipe ranks", 860, top + len(panels) * 168)
+    for index, (kind, words) in enumerate(zip(ACTION, ("forward", "input gradient", "weights", "both"), strict=True)):
+        drawing.rect(64 + 190 * index, 16, 18, 18, fill=ACTION[kind], stroke=GREY, stroke_width=1)
+        drawing.text(90 + 190 * index, 31, f"{kind}: {words}", 16)
+    scale = 780 / max(played.makespan for _, played in panels)
+    for index, (name, played) in enumerate(panels):
+        y = top + 168 * index
+        idle = f"idle {played.idle_share:.0%} of {played.makespan:g} s; keeps {max(played.peaks):g} micro-batches"
+        drawing.text(64, y + 22, name, 18, font_weight="bold")
+        drawing.text(844, y + 22, idle, 16, GREY, anchor="end")
+        for rank, spans in enumerate(played.spans):
+            line = y + 32 + 30 * rank
+            drawing.text(14, line + 19, f"pipe {rank}", 14, GREY)
+            drawing.rect(64, line, scale * played.makespan, 26, fill="#f6f8fa", stroke=FAINT, stroke_width=1)
+            for (kind, stage, micro), start, end in spans:
+                x, width = 64 + scale * start, scale * (end - start)
+                later = dict(stroke_width=2.5) if stage >= pipe else dict(stroke_width=1)
+                drawing.rect(x, line, width, 26, fill=ACTION[kind], stroke=GREY, **later)
+                if width > 9:
+                    drawing.text(x + width / 2, line + 18, f"{micro}", 12, anchor="middle")
+    return drawing
+
+
 def main() -> None:
     for name, text in drawings():
         (HERE / name).write_text(text, encoding="utf-8")
@@ -334,7 +376,7 @@ def main() -> None:
 
 def drawings() -> Iterator[tuple[str, str]]:
     """Every file of this folder that is drawn: its name and its text."""
-    for draw in (grid, product, layouts, transformer, schemes):
+    for draw in (grid, product, layouts, transformer, schemes, schedules):
         yield f"{draw.__name__}.svg", draw().svg()
 
 
