@@ -499,8 +499,8 @@ class WgradQueue:
             self._key = before
 
     def run_held(self, key: Hashable) -> None:
-        """Run the products that were held back under this key, in the order in which they were queued."""
-        for job in self._held.pop(key):
+        """Run the products that were held back under this key, if any, in the order in which they were queued."""
+        for job in self._held.pop(key, ()):
             job()
 
     def forget(self) -> None:

@@ -265,6 +265,9 @@ class Gradients:
         self._trained: list[torch.dtype | None] = []
         """The dtypes of the parameters that `_buckets` were made for, None for frozen ones."""
         self.hooks = ParameterHooks(self._tracked)
+        self.on_two_ranks: frozenset[str] = frozenset()
+        """The names of parameters that another pipe rank has too. Their gradients are complete, and their hooks are
+        called, when both parts have been added (`copies_added`)."""
         self._left_out: set[int] = set()  # ids of parameters that backward(inputs=...) leaves out
         self._new: set[int] = set()  # ids of parameters with deposits since their hooks were called
         self._passes: set[int] = set()  # ids of running backward passes, one inside another; `_finish` removes them
@@ -291,6 +294,7 @@ class Gradients:
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
         """Return the gradients of a copied model, with nothing in flight."""
         new = Gradients(self.grid, copy.deepcopy(self.parameters, memo), self.policy, self.units)
+        new.on_two_ranks = self.on_two_ranks
         new.engine = copy.deepcopy(self.engine, memo)  # through the memo: the copied `StepRng` shares it
         return new
 
@@ -485,7 +489,7 @@ class Gradients:
                         "the step adds to gradients of the step before, and a replay would add to the recorded ones; "
                         "call zero_grad() inside the step"
                     )
-                self._add_complete(gradient, local_of(before), known.spec.owes)
+                self._add_complete(gradient, known)
             parameter.grad = as_dtensor(gradient, known.owed)
         self._new.add(key)
 
@@ -496,18 +500,20 @@ class Gradients:
         # the latest pass first: in most steps it is the only one
         return not self.forward_pass.expects(keys) and not any(each.expects(keys) for each in self._alive.values())
 
-    def _add_complete(self, gradient: Tensor, before: Tensor, owes: Sequence[str]) -> None:
+    def _add_complete(self, gradient: Tensor, known: TrackedParameter) -> None:
         """Add the complete gradient of earlier passes to a part that will be summed, so that the sum counts it once.
 
         Of the ranks that hold the same complete gradient the first one adds it; if gradients are sharded over replicas,
         each replica adds its own rows.
         """
+        if known.spec.is_copy and id(known.parameter) not in self._new:
+            return  # an earlier step has added both copies, and the other pipe rank adds their sum
         cut = self.policy.shard_optimizer
-        if all(self.grid.coords[axis] == 0 for axis in owes if not (cut and axis == REPLICA)):
+        if all(self.grid.coords[axis] == 0 for axis in known.spec.owes if not (cut and axis == REPLICA)):
             if gradient.dim():
                 rows = self.own_rows(gradient)
                 gradient = gradient[rows.start : rows.stop]
-            gradient.add_(before)
+            gradient.add_(local_of(known.parameter.grad))  # type: ignore[arg-type]
 
     def _finish(self, this_pass: int) -> None:
         """Complete all gradients, when a backward pass ends."""
@@ -554,6 +560,12 @@ class Gradients:
         again = [total.bucket for total in begun if total.late]
         self._advance(begun)
         self._advance([BucketSum(self, bucket) for bucket in again])
+        waiting = {key for key in self._new if self._tracked[key].name in self.on_two_ranks}
+        complete, self._new = self._new - waiting, waiting
+        self.hooks.call(complete)
+
+    def copies_added(self) -> None:
+        """Note that the gradients of parameters on two pipe ranks are complete now."""
         complete, self._new = self._new, set()
         self.hooks.call(complete)
 
@@ -630,16 +642,16 @@ class BucketSum:
                 self.sums.append(gradient._local_tensor)  # type: ignore[attr-defined]
             else:
                 self.own.append(None)
-                self.sums.append(self._of_earlier_passes(known.parameter))
+                self.sums.append(self._of_earlier_passes(known))
         self._axes = list(bucket.owes)
         self._pending: Pending[list[Tensor]] | Arrived[list[Tensor]] | None = None
         self._launch()
 
-    def _of_earlier_passes(self, parameter: nn.Parameter) -> Tensor:
+    def _of_earlier_passes(self, known: TrackedParameter) -> Tensor:
         """Return what a parameter without a new gradient contributes: its gradient of earlier passes, or -0.0."""
-        nothing = torch.full_like(local_of(parameter), -0.0)
-        if parameter.grad is not None:
-            self.gradients._add_complete(nothing, local_of(parameter.grad), self.bucket.owes)
+        nothing = torch.full_like(local_of(known.parameter), -0.0)
+        if known.parameter.grad is not None:
+            self.gradients._add_complete(nothing, known)
         return nothing
 
     def _launch(self) -> None:

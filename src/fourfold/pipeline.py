@@ -31,7 +31,6 @@ from fourfold.action_times import ActionTimes
 from fourfold.axes import PIPE
 from fourfold.comm import Pending, Sending
 from fourfold.engine import BACKWARD, Engine
-from fourfold.grad_norm import is_incomplete
 from fourfold.gradients import ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.nn.attention import Batch
@@ -136,13 +135,19 @@ def forward_backward(
 
     A micro-batch is (tokens, targets) or (tokens, targets, positions), or a mapping with these names: rows of this
     rank's place, the same on all its ranks. Gradients are complete afterwards; the loss is equal on all ranks and has
-    no graph. On a grid with a pipe axis the policy's schedule says in which order a rank works; `times` records when.
+    no graph. If a place's rows are refused, all ranks raise at the end of the step, and gradients are cleared. On a
+    grid with a pipe axis the policy's schedule says in which order a rank works; `times` records when.
 
         for micro_batches in loader:
             loss = ff.forward_backward(model, micro_batches)
             optimizer.step()
             optimizer.zero_grad()
     """
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "forward_backward runs backward, but gradients are off (torch.no_grad or torch.inference_mode); to "
+            "evaluate, call model(tokens, targets)"
+        )
     rows = [_named_parts(each) for each in micro_batches]
     if not rows:
         raise ValueError("forward_backward needs at least one micro-batch")
@@ -155,7 +160,12 @@ def forward_backward(
     step = PipelineStep(model, batches, schedule_of(model, len(batches)), count)
     step.times = times
     step.run()
-    return step.loss()
+    try:
+        return step.loss()
+    except ValueError:  # a loop that goes on with the next batch must not add to the gradients of this one
+        for parameter, _ in model.gradients.parameters.values():
+            parameter.grad = None
+        raise
 
 
 def _agree_on_number(grid: Grid, micro_steps: int) -> None:
@@ -168,10 +178,23 @@ def _agree_on_number(grid: Grid, micro_steps: int) -> None:
         grid.micro_steps.add(micro_steps)
 
 
+PARTS = ("tokens", "targets", "positions")
+
+
 def _named_parts(micro_batch: Rows) -> dict[str, Any]:
     if isinstance(micro_batch, Mapping):
-        return dict(micro_batch)
-    return dict(zip(("tokens", "targets", "positions"), micro_batch, strict=False))
+        named = dict(micro_batch)
+    elif len(micro_batch) > len(PARTS):
+        raise ValueError(f"a micro-batch has {len(micro_batch)} parts; give {', '.join(PARTS)}, the last if need be")
+    else:
+        named = dict(zip(PARTS, micro_batch, strict=False))
+    if unknown := named.keys() - PARTS:
+        raise ValueError(f"a micro-batch has a part {min(unknown)!r}; the parts are named {', '.join(PARTS)}")
+    if named.get("tokens") is None or named.get("targets") is None:
+        raise ValueError(
+            "forward_backward needs the tokens and the targets of every micro-batch; for logits call model(tokens)"
+        )
+    return named
 
 
 def schedule_of(model: StagedModel, micro_steps: int) -> Schedule:
@@ -219,7 +242,6 @@ class PipelineStep:
 
     def run(self) -> None:
         """Run all actions and complete the gradients."""
-        set_aside_copy(self.model)
         order = self.schedule.orders[self.here]
         gradients, prefetcher = self.model.gradients, self.engine.prefetcher
         gradients.begin_step(sum(action.kind == "F" for action in order), until_end_step=True)
@@ -230,11 +252,17 @@ class PipelineStep:
         prefetcher.keep("use")
         self.finish_backward()
 
+    @property
+    def holds_graphs(self) -> bool:
+        """Whether passes wait for their backward."""
+        return bool(self._passes)
+
     def finish_backward(self) -> None:
         """Complete the gradients of a step whose actions have all run."""
         self.model.gradients.end_step()
         self._wait_for_sends()
-        add_copies(self.model)
+        if not self.model.gradients.accumulating:
+            add_copies(self.model)
 
     def act(self, action: Action) -> None:
         if self.times is not None:
@@ -387,12 +415,18 @@ def run_plain(model: StagedModel, batch: MicroBatch, count: Tensor | int | None)
             step.act(action)
     step._wait_for_sends()
     if not batch.has_targets:
-        return _on_all_ranks(model, batch, step)
+        logits = _on_all_ranks(model, batch, step)
+        return LogitsWithoutBackward.apply(logits, _anchor(logits)) if torch.is_grad_enabled() else logits
     loss = step.loss()
     if not trains:
         return loss
-    anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
-    return PlainBackward.apply(step, backward, loss, anchor)
+    trained = [parameter for parameter, _ in model.gradients.parameters.values() if parameter.requires_grad]
+    return PlainBackward.apply(step, backward, loss, _anchor(loss), *trained)
+
+
+def _anchor(result: Tensor) -> Tensor:
+    """Return a leaf that makes autograd call the backward of the function that takes it."""
+    return torch.zeros((), dtype=result.dtype, device=result.device, requires_grad=True)
 
 
 @lru_cache(maxsize=1)
@@ -417,22 +451,44 @@ class PlainBackward(torch.autograd.Function):
     """The loss of a pass through all stages; backward runs the backward actions of this rank."""
 
     @staticmethod
-    def forward(ctx: Any, step: PipelineStep, actions: Sequence[Action], loss: Tensor, _: Tensor) -> Tensor:
+    def forward(ctx: Any, step: PipelineStep, actions: Sequence[Action], loss: Tensor, *_: Tensor) -> Tensor:
         ctx.step, ctx.actions = step, actions
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         step: PipelineStep = ctx.step
+        if ctx.actions and not step.holds_graphs:
+            raise RuntimeError(
+                "backward ran a second time over one pass through a pipeline, which frees its graph in the first; run "
+                "forward again, or scale the loss"
+            )
+        if step.model.gradients.hooks.left_out():
+            raise RuntimeError(
+                "backward(inputs=...) leaves out parameters, which a pass through a pipeline cannot; give it all "
+                "trained parameters, or freeze the others before the pass"
+            )
         step.scale = gradient
-        set_aside_copy(step.model)
         for action in ctx.actions:
             step.act(action)
-        if step.model.gradients.accumulating:
-            step._wait_for_sends()
-        else:
-            step.finish_backward()
-        return None, None, None, torch.zeros_like(gradient)
+        step.finish_backward()
+        return (None, None, None, torch.zeros_like(gradient), *[None] * (len(ctx.needs_input_grad) - 4))
+
+
+class LogitsWithoutBackward(torch.autograd.Function):
+    """The logits of a pass through all stages, of which the last alone could run backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, _: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)  # the result is the same tensor, not a copy
+        return logits
+
+    @staticmethod
+    def backward(*_: Any) -> None:  # type: ignore[override]
+        raise RuntimeError(
+            "a loss was computed from logits, through which a pipeline does not run backward; give the targets to "
+            "model(tokens, targets) or to ff.forward_backward, or use pipe=1"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -451,21 +507,10 @@ def _in_order(placement: tuple[int, ...]) -> Schedule:
     return schedule
 
 
-def set_aside_copy(model: StagedModel) -> None:
-    """Drop the complete gradient that an earlier step has left on the copy of a tied table.
-
-    The table itself has the same, and `add_copies` would count it twice.
-    """
-    table = model.table_on_two_ranks
-    is_copy = model.grid.coords[PIPE] == model.stages.placement[-1]
-    if table is not None and is_copy and not is_incomplete(table):
-        table.grad = None
-
-
 def add_copies(model: StagedModel) -> None:
     """Add the gradients of a tied table that is on two pipe ranks, on both in the same order."""
     table, grid, here = model.table_on_two_ranks, model.grid, model.grid.coords[PIPE]
-    if table is None or table.grad is None:
+    if table is None or table.grad is None or not table.requires_grad:
         return
     own = local_of(table.grad)
     ends = model.stages.placement[0], model.stages.placement[-1]
@@ -476,3 +521,4 @@ def add_copies(model: StagedModel) -> None:
     sent.wait()
     first, second = (own, theirs) if here == min(ends) else (theirs, own)
     own.copy_(first + second)
+    model.gradients.copies_added()

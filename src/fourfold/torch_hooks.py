@@ -10,18 +10,19 @@ function, nothing changes.
 rows or products of all gradients fails inside torch, or silently computes them from shards. Those are refused before
 their first step.
 
-**Norms.** torch's `clip_grad_norm_` sees the gradients of one rank. Those of other pipe ranks it would leave out
-silently, so it is refused on a grid with a pipe axis.
+**Norms and scalers.** torch's `clip_grad_norm_` and `GradScaler` see the gradients of one rank. Those of other pipe
+ranks they would leave out silently, so they are refused on a grid with a pipe axis.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._ops import utils
@@ -54,6 +55,7 @@ def install_torch_hooks() -> None:
     register_optimizer_step_pre_hook(_refuse_unfit)
     speed_up_strategies()
     refuse_norms_of_a_stage()
+    refuse_scalers_of_a_stage()
 
 
 def speed_up_strategies() -> None:
@@ -73,8 +75,7 @@ def refuse_norms_of_a_stage() -> None:
     @functools.wraps(norm)
     def whole(tensors: Any, *args: Any, **options: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        grids = [getattr(each.device_mesh, GRID, None) for each in tensors if isinstance(each, DTensor)]
-        if any(grid is not None and grid.size(PIPE) > 1 for grid in grids):
+        if _of_a_stage(tensors):
             raise RuntimeError(
                 "torch's clip_grad_norm_ sees only the gradients of this pipe rank's stages; call "
                 "ff.clip_grad_norm_(model.parameters(), max_norm), which sums over all of them"
@@ -84,6 +85,32 @@ def refuse_norms_of_a_stage() -> None:
     whole.__fourfold__ = True  # type: ignore[attr-defined]
     clip_grad._get_total_norm = whole
     torch.nn.utils.get_total_norm = whole
+
+
+def refuse_scalers_of_a_stage() -> None:
+    """Replace torch's search for non-finite gradients by one that raises where it would see one stage alone."""
+    unscale = GradScaler._unscale_grads_
+    if hasattr(unscale, "__fourfold__"):
+        return
+
+    @functools.wraps(unscale)
+    def whole(scaler: GradScaler, optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+        if _of_a_stage(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            raise RuntimeError(
+                "torch's GradScaler sees only the gradients of this pipe rank's stages, so ranks would skip different "
+                "steps; use Policy(compute_dtype=torch.bfloat16), which needs no scaler, and ff.optim.AdamW, whose "
+                "clip_and_step skips a step with non-finite gradients on all ranks"
+            )
+        return unscale(scaler, optimizer, *args, **options)
+
+    whole.__fourfold__ = True  # type: ignore[attr-defined]
+    GradScaler._unscale_grads_ = whole  # type: ignore[method-assign]
+
+
+def _of_a_stage(tensors: Iterable[Any]) -> bool:
+    """Return whether some of these tensors are on a grid with a pipe axis, so that other ranks have more of them."""
+    grids = [getattr(each.device_mesh, GRID, None) for each in tensors if isinstance(each, DTensor)]
+    return any(grid is not None and grid.size(PIPE) > 1 for grid in grids)
 
 
 def _own_placements_first(expand: Callable[..., Any]) -> Callable[..., Any]:

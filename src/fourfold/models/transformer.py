@@ -222,6 +222,8 @@ class Transformer(Layer):
         units = Units(layers + 2, partial(unit_of, layers=layers))
         assemble(self, self.grid, self.policy, seed=seed, dtype=dtype, device=device, units=units)
         self.stored = dtype
+        if self.table_on_two_ranks is not None:
+            self.gradients.on_two_ranks = frozenset({"embedding.weight"})
 
     def forward(
         self,

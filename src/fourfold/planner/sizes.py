@@ -368,7 +368,9 @@ class LocalSizes:
     def schedule(self, micro_steps: int) -> Schedule:
         """Return the schedule of a step, as the runtime chooses it."""
         wanted, stages = self.policy.schedule, replace(self.stages, recompute=())
-        if isinstance(wanted, str) and wanted not in BY_LAYERS:  # the same for all cuts, so it is made once
+        if not isinstance(wanted, str):  # found by the planner, or checked when the config was read
+            return wanted
+        if wanted not in BY_LAYERS:  # the same for all cuts, so it is made once
             stages = replace(stages, cuts=(0, *range(1, len(stages.placement)), len(stages.placement) + 1))
         return choose(wanted, stages, micro_steps)
 
