@@ -181,6 +181,7 @@ def test_there_and_back_is_the_same_run(tmp_path: Path, name: str) -> None:
     assert read_record(after / "step-00000000").state["step"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-untied"])
 def test_there_and_back_through_a_pipeline_is_the_same_run(ranks, tmp_path: Path, name: str) -> None:
     pipe, here, there = Shape(pipe=2), tmp_path / "run", tmp_path / "theirs"

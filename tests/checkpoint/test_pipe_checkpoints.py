@@ -129,7 +129,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(
     ("kind", "one", "other"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if place > 1 else []) for place, case in enumerate(PAIRS)],
+    [pytest.param(*case, marks=[pytest.mark.slow] if place else []) for place, case in enumerate(PAIRS)],
     ids=str,
 )
 def test_any_grid_loads_what_any_other_has_saved(ranks, tmp_path: Path, kind: Kind, one: Side, other: Side) -> None:

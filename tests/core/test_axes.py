@@ -15,7 +15,8 @@ import importlib.util, sys
 spec = importlib.util.find_spec("fourfold.axes")
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-module.AXES = (*module.AXES, "sixth")
+module.CUTS = (*module.CUTS, "sixth")
+module.AXES = (*module.CUTS, module.PIPE)
 sys.modules["fourfold.axes"] = module
 """
 """Runs before everything else in every process, ranks included: Python imports `sitecustomize` when it starts."""
@@ -47,9 +48,9 @@ def test_shapes_and_layouts_have_the_fifth_axis(five) -> None:
     code = (
         "from fourfold.axes import AXES; from fourfold.grid import Shape; from fourfold.layout import EXPAND_WEIGHT\n"
         "shape = Shape(x=2, sixth=1)\n"
-        "assert AXES[-1] == 'sixth' and shape.sixth == 1 and shape.world == 2\n"
-        "assert len(EXPAND_WEIGHT.placements()) == 4\n"
-        "assert Shape(sixth=3, order=('sixth', 'x', 'y', 'z', 'data')).coords(2)['sixth'] == 2\n"
+        "assert AXES[-2] == 'sixth' and shape.sixth == 1 and shape.world == 2\n"
+        "assert len(EXPAND_WEIGHT.placements()) == 5\n"
+        "assert Shape(sixth=3, order=('sixth', 'x', 'y', 'z', 'data', 'pipe')).coords(2)['sixth'] == 2\n"
     )
     subprocess.run([sys.executable, "-c", code], env=five[1], check=True, timeout=120)
 

@@ -70,6 +70,9 @@ def plain_loops(case: Case) -> dict[str, Any]:
         model(*pair, count=count).backward()
     twice = gradients_of(model)
     off |= {f"{name} plain twice": (twice[name] - 2 * last[name]).abs().max().item() for name in wanted}
+    model(*rows[-1], count=count).backward(inputs=list(model.parameters()))
+    named = gradients_of(model)
+    off |= {f"{name} by name": (named[name] - last[name]).abs().max().item() for name in wanted}
     model.eval()
     with torch.no_grad():
         shares = [model(*pair, count=count).item() for pair in rows]
@@ -146,9 +149,12 @@ def test_pipe_ranks_with_other_rows_or_other_numbers_of_them_are_refused(ranks) 
 def what_is_refused(case: Case) -> dict[str, str]:
     model = model_of(case)
     forward_backward(model, rows_of(case, model.grid))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
     tries = {
         "norm of torch": lambda: clip_grad_norm_(model.parameters(), 1.0),
         "torch's own total": lambda: nn.utils.get_total_norm([p.grad for p in model.parameters()]),
+        "scaler of torch": lambda: scaler.unscale_(torch.optim.SGD(model.parameters())),
         "any module": lambda: ff.parallelize(nn.Linear(4, 4), model.grid),
         "a layer of another rank": lambda: model.layers[3 if model.grid.coords["pipe"] == 0 else 0](None),
         "no layer for a rank": lambda: model_of(Case(case.shape, Policy(stages=Stages((0, 6, 6), (0, 1))))),
@@ -157,6 +163,7 @@ def what_is_refused(case: Case) -> dict[str, str]:
             model_of(Case(case.shape, Policy(schedule="2f2b"))), rows_of(case, model.grid)
         ),
         "no micro-batch": lambda: forward_backward(model, []),
+        "some parameters": lambda: model(*rows_of(case, model.grid)[0]).backward(inputs=[next(model.parameters())]),
     }
     said = {}
     for name, act in tries.items():
@@ -172,9 +179,11 @@ def test_what_a_pipeline_cannot_do_is_refused_with_a_way_out(ranks) -> None:
     for said in ranks(2).run(what_is_refused, Case(Shape(pipe=2))):
         assert "call ff.clip_grad_norm_(model.parameters(), max_norm)" in said["norm of torch"]
         assert said["torch's own total"] == said["norm of torch"]
+        assert "use Policy(compute_dtype=torch.bfloat16)" in said["scaler of torch"]
         assert "use pipe=1" in said["any module"]
         assert "on another rank along pipe" in said["a layer of another rank"]
         assert "leaves pipe rank 1 without a layer" in said["no layer for a rank"]
         assert "leave Policy.stages out" in said["stages of another model"]
         assert "there is no schedule '2f2b'" in said["an unknown schedule"]
         assert "at least one micro-batch" in said["no micro-batch"]
+        assert "freeze the others" in said["some parameters"]

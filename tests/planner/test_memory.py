@@ -214,7 +214,9 @@ def pipe_peaks(config: ModelConfig, shape: Shape, policy: Policy) -> list[tuple[
 
 
 @pytest.mark.parametrize(
-    ("config", "shape", "policy"), PIPES, ids=lambda part: "" if part is DEEPER else str(part)[:24]
+    ("config", "shape", "policy"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if place % 3 else []) for place, case in enumerate(PIPES)],
+    ids=lambda part: "" if part is DEEPER else str(part)[:24],
 )
 def test_memory_of_every_pipe_rank_is_that_of_the_dry_run(alone, config, shape, policy) -> None:
     predicted, found = zip(*alone(pipe_peaks, config, shape, policy), strict=True)

@@ -126,7 +126,7 @@ def test_a_browser_draws_hundreds_of_grids_and_every_panel_follows_the_selected_
     assert set(seen["rings"]) == {axis for axis in AXES if shape.sizes[axis] > 1}
     for axis, ranks in seen["rings"].items():
         assert ranks == [rank for rank in shape.ranks_along(axis, 5) if rank < seen["devices"]]
-    assert seen["coords"] == "\N{MIDDLE DOT}".join(str(shape.coords(5)[axis]) for axis in shape.order)
+    assert seen["coords"] == "\N{MIDDLE DOT}".join(str(shape.coords(5)[axis]) for axis in entry["order"])
     expected = [entry for entry in document["refused"] if entry["grid"]["x"] == 2 and "needs" in entry["reason"]]
     assert 1 < len(seen["refused"]) == min(25, len(expected)) and seen["found"].endswith(f"of {len(expected)}")
     assert seen["second"] == "26"

@@ -103,6 +103,7 @@ document.documentElement.dataset.found = drawn.map((each) => each.getAttribute("
 </script>"""
 
 
+@pytest.mark.slow
 def test_a_browser_draws_the_schedule(document: dict[str, Any], tmp_path: Path) -> None:
     best = min(document["grids"], key=lambda entry: (entry["pipeline"] is None, entry["rank"]))
     others = [entry for entry in document["grids"] if entry is not best]
