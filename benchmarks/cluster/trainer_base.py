@@ -38,7 +38,7 @@ class Groups:
             mesh = DeviceMesh.from_group(
                 [grid.mesh.get_group(axis) for axis in ("data", "z", "x")],
                 "cpu",
-                mesh=shape.mesh_ranks()[:, 0].permute(2, 1, 0).contiguous(),
+                mesh=shape.mesh_ranks()[:, 0, :, :, 0].permute(2, 1, 0).contiguous(),
                 mesh_dim_names=("replicate", "dp", "tp"),
             )
             if shape.x > 1 and shape.world > shape.x:
