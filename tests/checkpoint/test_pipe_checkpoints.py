@@ -314,7 +314,10 @@ def with_a_frozen_stage(folder: Path, kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adam", "torch"])
+LATER = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("SGD", "Adam", "torch")]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", *LATER])
 def test_a_stage_may_be_frozen(ranks, tmp_path: Path, kind: str) -> None:
     first, second = ranks(2).run(with_a_frozen_stage, tmp_path / "last", kind)
     assert first["norm"] == second["norm"] > 0

@@ -127,7 +127,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+SOME = [pytest.param(case, marks=[pytest.mark.slow] if place % 2 else []) for place, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_every_schedule_computes_what_one_process_computes(ranks, case: Case) -> None:
     pool = ranks(case.shape.world)
     pool.start(on_ranks, case)

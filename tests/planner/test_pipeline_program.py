@@ -107,7 +107,10 @@ def on_ranks(case: Case) -> list[tuple[object, ...]]:
     return [dataclasses.astuple(record) for record in records]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+SOME = [pytest.param(case, marks=[pytest.mark.slow] if place % 3 else []) for place, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_the_ledger_of_every_rank_is_the_program(ranks, case: Case) -> None:
     pool = ranks(case.shape.world)
     pool.start(on_ranks, case)
