@@ -273,7 +273,8 @@ class Prefetcher:
         message: dict[Hashable, WeightGather] = {}
         nbytes = 0
         for wanted in self._expected():
-            if any(wanted.key in known for known in (self._in_use, self._in_flight, self._kept, message)):
+            key = wanted.key
+            if key in self._in_use or key in self._in_flight or key in self._kept or key in message:
                 continue
             if in_flight + nbytes and in_flight + nbytes + wanted.nbytes > most:
                 if in_flight >= least:

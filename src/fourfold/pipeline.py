@@ -223,7 +223,7 @@ class PipelineStep:
         self.here = self.grid.coords[PIPE]
         self._first_micro_step = model.clock.micro_step
         self._passes: dict[tuple[int, int], StagePass] = {}
-        self._handed: dict[PipeMessage, Tensor] = {}  # between two stages of this rank
+        self._handed: dict[tuple[str, int, int], Tensor] = {}  # F or B, stage, micro-batch: between stages of this rank
         receives = schedule.messages[self.here].receives
         self._expected = {lane: deque(line) for lane, line in receives.items()}
         self._receiving: dict[PipeMessage, Pending[Tensor]] = {}
@@ -332,7 +332,7 @@ class PipelineStep:
         needed = self.schedule.received(action)
         if needed is None:
             kind, before = ("F", action.stage - 1) if action.kind == "F" else ("B", action.stage + 1)
-            return self._handed.pop(PipeMessage(kind, before, action.micro, self.here, self.here))  # type: ignore[arg-type]
+            return self._handed.pop((kind, before, action.micro))
         while needed not in self._receiving:
             self._receive_next(needed.lane)
         if self._ahead:
@@ -353,8 +353,7 @@ class PipelineStep:
             self.times.end(action)
         message = self.schedule.sent(action)
         if message is None:
-            kind = "F" if action.kind == "F" else "B"
-            self._handed[PipeMessage(kind, action.stage, action.micro, self.here, self.here)] = result
+            self._handed["F" if action.kind == "F" else "B", action.stage, action.micro] = result
             return
         # Nobody waits for a send before the end of the step: its receiver may stand, in an order without deadlock,
         # before something that depends on this rank.

@@ -77,11 +77,6 @@ class Shape:
         return prod(self.sizes[axis] for axis in BATCH)
 
     @property
-    def stage(self) -> Shape:
-        """The grid of the ranks that hold the same layers: this one without its pipe axis."""
-        return Shape(**{**self.sizes, PIPE: 1}, order=self.order)
-
-    @property
     def used_axes(self) -> tuple[str, ...]:
         """The axes that have more than one rank."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)

@@ -17,7 +17,7 @@ from fourfold.pipeline import forward_backward
 from fourfold.policy import Policy
 from fourfold.schedule.stages import Stages
 from fourfold.shape import Shape
-from pipeline.test_around import model_of, rows_of
+from pipeline.test_around import errors_of, model_of, rows_of
 from pipeline.test_pipeline import SEED, Case, slice_of
 
 Pair = tuple[Tensor, Tensor]
@@ -142,13 +142,7 @@ def refusals(case: Case) -> dict[str, str]:
         "own loss": lambda: functional.cross_entropy(model(rows[0][0]).flatten(0, 1), rows[0][1].flatten()).backward(),
         "wrong ids": lambda: forward_backward(model, [(rows[0][0] + 53, rows[0][1])]),
     }
-    said = {}
-    for name, act in tries.items():
-        try:
-            act()
-            said[name] = "nothing"
-        except (ValueError, RuntimeError) as error:
-            said[name] = str(error)
+    said = errors_of(tries)
     said["left of refused rows"] = ", ".join(name for name, each in model.named_parameters() if each.grad is not None)
     return said
 

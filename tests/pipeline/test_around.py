@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -105,17 +106,35 @@ def test_logits_and_generated_tokens_are_those_of_one_process(ranks, case: Case)
         assert found["text"] == one["text"]
 
 
-def refused_batches(case: Case) -> list[str]:
-    model, said = model_of(case), []
-    good = rows_of(case, model.grid)
-    bad = [*good[:2], (good[2][0] + 1000 * (model.grid.coords["x"] == 0), good[2][1]), *good[3:]]
-    for rows in (bad, good):
+def errors_of(tries: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """What each try raises, by name."""
+    said = {}
+    for name, act in tries.items():
+        try:
+            act()
+            said[name] = "nothing"
+        except (ValueError, RuntimeError) as error:
+            said[name] = str(error)
+    return said
+
+
+def losses_or_errors(model: ff.models.Transformer, steps: Sequence[Any]) -> list[str]:
+    """The loss of each step, or what it raises."""
+    said = []
+    for rows in steps:
         try:
             said.append(f"{forward_backward(model, rows).item():.6f}")
         except ValueError as error:
             said.append(str(error))
         model.zero_grad()
     return said
+
+
+def refused_batches(case: Case) -> list[str]:
+    model = model_of(case)
+    good = rows_of(case, model.grid)
+    bad = [*good[:2], (good[2][0] + 1000 * (model.grid.coords["x"] == 0), good[2][1]), *good[3:]]
+    return losses_or_errors(model, [bad, good])
 
 
 def test_all_ranks_refuse_a_batch_and_go_on_with_the_next(ranks) -> None:
@@ -128,14 +147,8 @@ def test_all_ranks_refuse_a_batch_and_go_on_with_the_next(ranks) -> None:
 def unlike_ranks(case: Case) -> list[str]:
     model = model_of(case)
     here, rows = model.grid.coords["pipe"], rows_of(case, model.grid)
-    said = []
-    for given in (rows[: 4 - here], [(tokens + here * (tokens < 9), targets) for tokens, targets in rows], rows):
-        try:
-            said.append(f"{forward_backward(model, given).item():.6f}")
-        except ValueError as error:
-            said.append(str(error))
-        model.zero_grad()
-    return said
+    others = [(tokens + here * (tokens < 9), targets) for tokens, targets in rows]
+    return losses_or_errors(model, [rows[: 4 - here], others, rows])
 
 
 def test_pipe_ranks_with_other_rows_or_other_numbers_of_them_are_refused(ranks) -> None:
@@ -151,7 +164,7 @@ def what_is_refused(case: Case) -> dict[str, str]:
     forward_backward(model, rows_of(case, model.grid))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    tries = {
+    tries: dict[str, Callable[[], Any]] = {
         "norm of torch": lambda: clip_grad_norm_(model.parameters(), 1.0),
         "torch's own total": lambda: nn.utils.get_total_norm([p.grad for p in model.parameters()]),
         "scaler of torch": lambda: scaler.unscale_(torch.optim.SGD(model.parameters())),
@@ -165,14 +178,7 @@ def what_is_refused(case: Case) -> dict[str, str]:
         "no micro-batch": lambda: forward_backward(model, []),
         "some parameters": lambda: model(*rows_of(case, model.grid)[0]).backward(inputs=[next(model.parameters())]),
     }
-    said = {}
-    for name, act in tries.items():
-        try:
-            act()
-            said[name] = "nothing"
-        except (ValueError, RuntimeError) as error:
-            said[name] = str(error)
-    return said
+    return errors_of(tries)
 
 
 def test_what_a_pipeline_cannot_do_is_refused_with_a_way_out(ranks) -> None:

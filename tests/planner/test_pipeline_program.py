@@ -22,29 +22,14 @@ from fourfold.policy import Gathering, Overlap, Policy
 from fourfold.schedule.stages import Stages
 from fourfold.shape import Shape
 from harness import grid_of
+from pipeline.test_pipeline import Case as ModelCase
 
 ROWS, SEQ = 2, 8
 
 
 @dataclass(frozen=True)
-class Case:
-    shape: Shape
-    policy: Policy = Policy()
-    tied: bool = True
-    layers: int = 4
-    micro_steps: int = 4
-    llama: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.shape} {self.policy.schedule} n={self.micro_steps} layers={self.layers} tied={self.tied}"
-
-    @property
-    def config(self) -> ff.models.ModelConfig:
-        return ff.models.config(
-            "llama-tiny" if self.llama else "gpt-tiny",
-            layers=self.layers, hidden=24, heads=4, kv_heads=4, head_dim=6, mlp_hidden=24, vocab=53, seq=8,
-            tied=self.tied,
-        )  # fmt: skip
+class Case(ModelCase):
+    """A step that is planned, run dry and run on ranks."""
 
     def program(self, rank: int, *, optimizer: bool) -> Program:
         sizes = LocalSizes(self.config, self.shape, self.policy, ROWS, SEQ, torch.float32, rank)
