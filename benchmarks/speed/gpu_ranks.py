@@ -149,6 +149,7 @@ class GroupBenchmark:
             record.losses = [mean_loss(losses) for losses in zip(*(rank.losses for rank in found), strict=True)]
             peaks = [rank.peak_bytes for rank in found if rank.peak_bytes is not None]
             record.peak_bytes = max(peaks) if peaks else None
+            self.note_peaks(record, peaks)
             record.collectives = found[0].collectives
             if reason := found[0].not_captured:  # on all ranks alike, so the pool is as good as before
                 record.error = f"not captured: {reason}"[:300]
@@ -162,6 +163,9 @@ class GroupBenchmark:
             self.pool.close()  # the ranks may have stopped at different collectives of the step
             return False
         return True
+
+    def note_peaks(self, record: LineRecord, peaks: Sequence[int]) -> None:
+        """Keep the peak memory of every rank, where a benchmark needs more than the largest."""
 
     def round(self, lines: Sequence[Line], turn: int, rounds: int) -> None:
         began, when = time.monotonic(), round(time.time(), 3)
@@ -296,7 +300,7 @@ def _parse_group(name: str) -> tuple[int, Workload]:
 def _provenance(options: argparse.Namespace, service: str, pool: RankPool) -> dict[str, object]:
     """Return what a reader of the table needs to repeat the run."""
     return {
-        "command": shlex.join(["python", f"benchmarks/speed/{options.script}", *options.given]),
+        "command": shlex.join(["python", f"benchmarks/{options.script}", *options.given]),
         "date": str(date.today()),
         "mps": service,
         "cores": len(os.sched_getaffinity(0)),
@@ -318,7 +322,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--every", action="store_true", help="also Fourfold's other grids, and each mechanism (eager)")
     parser.add_argument("--threads", action="store_true", help="sample the CPU seconds of every kind of thread")
-    options = parse_shared(parser, arguments, "gpu_ranks.py")
+    options = parse_shared(parser, arguments, "speed/gpu_ranks.py")
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps {options.steps} must be at least 1")
     options.modes = MODES if options.modes == "all" else options.modes.split(",")

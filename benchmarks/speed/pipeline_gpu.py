@@ -72,7 +72,8 @@ def lines_of(ranks: int, micro_batches: int) -> list[PipeLine]:
     """Return the lines of a group."""
     alone = PipeLine(ALONE, ff.Shape(pipe=ranks), micro_batches=micro_batches)
     ours = [fourfold(ranks, micro_batches, name) for name in SCHEDULES]
-    return [alone, *torch_lines(ranks, micro_batches), *ours, *(found(ranks, micro_batches, each) for each in LIMITS)]
+    searched = [found(ranks, micro_batches, limit, chunks) for chunks in (1, 2) for limit in LIMITS]
+    return [alone, *torch_lines(ranks, micro_batches), *ours, *searched]
 
 
 # --- bars
@@ -187,7 +188,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = shared_options(__doc__, "pipeline-gpu", rounds=5, warmup=2)
     parser.add_argument("--groups", default=GROUPS, help=f"RANKS:MICRO-BATCHES or RANKS:split, ...; default {GROUPS}")
     parser.add_argument("--partition", choices=["on", "off"], default="on", help="whether each rank has its own part")
-    options = parse_shared(parser, arguments, "pipeline_gpu.py")
+    options = parse_shared(parser, arguments, "speed/pipeline_gpu.py")
     if len({name.partition(":")[0] for name in options.groups.split(",")}) > 1:
         parser.error(f"--groups {options.groups}: all groups of a call must have as many ranks, which share the GPU")
     return options

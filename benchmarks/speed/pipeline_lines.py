@@ -17,8 +17,8 @@ from fourfold.schedule.stages import Stages
 
 OURS, TORCH, DEEPSPEED, ALONE = "fourfold", "torch", "DeepSpeed", "unpipelined"
 """The kinds of lines: the runtimes, and one rank's share of the computation without any message."""
-WAVE_TIMER = "v-half"
-"""The schedule whose F, B and W are timed on a wave, before one is found for it."""
+TIMERS = {"wave": "v-half", "loop": "zb-h1"}
+"""The schedule whose F, B and W are timed on a placement, before one is found for it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PipeLine(Line):
 
     def timed_schedule(self, layers: int) -> Schedule:
         """Return the schedule with which the actions of this line are timed one by one."""
-        name = WAVE_TIMER if self.schedule == FOUND else self.schedule
+        name = TIMERS[self.placement] if self.schedule == FOUND else self.schedule
         return choose(name, self.stages(layers), self.micro_batches)
 
     def schedule_for(self, layers: int, seconds: StageSeconds, hop: float) -> Schedule:
@@ -62,10 +62,14 @@ def fourfold(ranks: int, micro_batches: int, name: str, *, policy: ff.Policy = f
 
 
 def found(ranks: int, micro_batches: int, memory: float = 1.0, chunks: int = 2) -> PipeLine:
-    """Return a line with a schedule that is found on waves, within this many times the memory of 1F1B."""
-    variant = f"{FOUND}, waves of {chunks}" + (f", {memory:g} x memory" if memory != 1 else "")
+    """Return a line with a schedule that is found within this many times the memory of 1F1B.
+
+    Several chunks per rank are placed on waves.
+    """
+    where = f"waves of {chunks}" if chunks > 1 else "one stage per rank"
+    variant = f"{FOUND}, {where}" + (f", {memory:g} x memory" if memory != 1 else "")
     made = PipeLine(OURS, ff.Shape(pipe=ranks), variant, micro_batches=micro_batches, schedule=FOUND)
-    return replace(made, chunks=chunks, placement="wave", memory=memory)
+    return replace(made, chunks=chunks, placement="wave" if chunks > 1 else "loop", memory=memory)
 
 
 def torch_lines(ranks: int, micro_batches: int) -> Iterator[PipeLine]:

@@ -131,7 +131,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", default=GROUPS, help=f"RANKS:MICRO-BATCHES,...; default {GROUPS}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="F, B and W of a rank and micro-batch")
     parser.set_defaults(device="cpu")
-    return parse_shared(parser, arguments, "pipeline_sleep.py")
+    return parse_shared(parser, arguments, "speed/pipeline_sleep.py")
 
 
 if __name__ == "__main__":

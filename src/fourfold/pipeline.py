@@ -15,7 +15,6 @@ in one order.
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from fourfold.params import local_of
 from fourfold.policy import Policy
 from fourfold.schedule.action import Action, Lane, PipeMessage, Schedule
 from fourfold.schedule.choose import choose
+from fourfold.schedule.receives import receives_of
 from fourfold.schedule.stages import Stages
 
 Rows = Sequence[Tensor] | Mapping[str, Tensor]
@@ -224,10 +224,9 @@ class PipelineStep:
         self._first_micro_step = model.clock.micro_step
         self._passes: dict[tuple[int, int], StagePass] = {}
         self._handed: dict[tuple[str, int, int], Tensor] = {}  # F or B, stage, micro-batch: between stages of this rank
-        receives = schedule.messages[self.here].receives
-        self._expected = {lane: deque(line) for lane, line in receives.items()}
+        ahead = model.policy.overlap.receives_ahead(self.grid.device.type)
+        self._receives = receives_of(schedule, self.here, ahead=ahead)
         self._receiving: dict[PipeMessage, Pending[Tensor]] = {}
-        self._ahead = model.policy.overlap.receives_ahead(self.grid.device.type)
         self._sent: list[Sending] = []
         self.device = device = batches[0].halves[0].tokens.device
         if device.type != "meta":  # a dry run sends nothing, and may run on one rank alone
@@ -267,14 +266,16 @@ class PipelineStep:
     def act(self, action: Action) -> None:
         if self.times is not None:
             self.times.begin()
-        if action.kind == "F":
-            self._forward(action)
-        elif action.kind == "W":
-            self._weights(action)
+        self._begin_receives(self._receives.before.get(action, ()))
+        if action.kind == "W":
+            result = self._weights(action)
         else:
-            self._backward(action)
+            result = self._forward(action) if action.kind == "F" else self._backward(action)
         if self.times is not None:
             self.times.end(action)
+        self._begin_receives(self._receives.after.get(action, ()))
+        if result is not None:
+            self._hand_on(action, result)
 
     def loss(self) -> Tensor:
         """Return the loss of the step on all ranks, from the rank that has computed it; raise if rows were refused."""
@@ -282,9 +283,9 @@ class PipelineStep:
         self.model.report(next((batch for batch in self.batches if batch.fault), self.batches[0]), told[1])
         return told[0].to(torch.promote_types(self.model.compute, torch.float32))
 
-    # --- actions
+    # --- actions; each returns what the stage hands on
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action) -> Tensor | None:
         _, stage, micro = action
         model, batch = self.model, self.batches[micro]
         trains = torch.is_grad_enabled()
@@ -298,14 +299,15 @@ class PipelineStep:
         if trains:
             self._passes[stage, micro] = StagePass(arrived, result, model.gradients.forward_pass)
         if not self.stages.has_head(stage):
-            self._hand_on(action, result.detach())
-        elif batch.has_targets:
+            return result.detach()
+        if batch.has_targets:
             self._loss += result.detach().double()
             self._faults += faults
         else:
             self.logits, self._faults = result, faults
+        return None
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action) -> Tensor | None:
         kind, stage, micro = action
         run = self._passes[stage, micro] if kind == "B" else self._passes.pop((stage, micro))
         gradient = self.scale if self.stages.has_head(stage) else self._take(action)
@@ -316,10 +318,10 @@ class PipelineStep:
                 torch.autograd.backward([run.result], [gradient] if gradient is not None else None)
         if kind == "B":
             self.model.gradients.hold(run.counted)
-        if run.arrived is not None:
-            found = run.arrived.grad
-            self._hand_on(action, torch.zeros_like(run.arrived) if found is None else found)
-            run.arrived.grad = None
+        if run.arrived is None:
+            return None
+        found, run.arrived.grad = run.arrived.grad, None
+        return torch.zeros_like(run.arrived) if found is None else found
 
     def _weights(self, action: Action) -> None:
         run = self._passes.pop((action.stage, action.micro))
@@ -333,24 +335,18 @@ class PipelineStep:
         if needed is None:
             kind, before = ("F", action.stage - 1) if action.kind == "F" else ("B", action.stage + 1)
             return self._handed.pop((kind, before, action.micro))
-        while needed not in self._receiving:
-            self._receive_next(needed.lane)
-        if self._ahead:
-            self._receive_next(needed.lane)
         arrived = self._receiving.pop(needed).wait()
         if self.times is not None:
             self.times.begin()
         return arrived
 
-    def _receive_next(self, lane: Lane) -> None:
-        if expected := self._expected.get(lane):
-            message = expected.popleft()
+    def _begin_receives(self, messages: Iterable[PipeMessage]) -> None:
+        for message in messages:
             buffer = self.model.empty_stream(self.batches[message.micro])
-            self._receiving[message] = comm.receive(buffer, self.grid, lane, message.source, label=message.label)
+            pending = comm.receive(buffer, self.grid, message.lane, message.source, label=message.label)
+            self._receiving[message] = pending
 
     def _hand_on(self, action: Action, result: Tensor) -> None:
-        if self.times is not None:
-            self.times.end(action)
         message = self.schedule.sent(action)
         if message is None:
             self._handed["F" if action.kind == "F" else "B", action.stage, action.micro] = result

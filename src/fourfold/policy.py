@@ -34,9 +34,9 @@ class Overlap:
     reduce_early: bool = True
     """Sum gradients over data as soon as they are final, and with a sharded optimizer gather the stepped parameters
     behind the next forward. Reading such a parameter waits for it; tensors taken from it before the step do not."""
-    receive_ahead: bool | None = None
-    """In a pipeline: begin to receive a message one message before it is needed. By default so on the CPU only: on a
-    GPU a receive that waits for its message keeps multiprocessors busy, and products ran at half speed beside it."""
+    receive_ahead: bool = True
+    """In a pipeline on the CPU: begin to receive a message one message before it is needed. Without it, and on a GPU,
+    where a receive that waits for its message slows down products, it begins when by the schedule that is sent."""
     bytes_in_flight: int | None = None
     """Bound on the bytes of prefetched weights, and on those of gradients being reduced; by default twice the largest
     message."""
@@ -62,8 +62,8 @@ class Overlap:
         return min(self.joint_bytes, self.most_in_flight(largest) // 2)
 
     def receives_ahead(self, device: str) -> bool:
-        """Return whether a kind of device receives messages between stages before they are needed."""
-        return device != "cuda" if self.receive_ahead is None else self.receive_ahead
+        """Return whether a kind of device receives messages between stages one message ahead."""
+        return self.receive_ahead and device != "cuda"
 
     @classmethod
     def off(cls, *, halves: int = 1) -> Overlap:

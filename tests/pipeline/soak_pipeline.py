@@ -51,7 +51,8 @@ def case_of(draw: random.Random, shape: Shape) -> Case:
     micro_steps = draw.choice([1, pipe - 1, pipe, 2 * pipe + 1])
     names = [name for name, (_, allowed) in BUILDERS.items() if chunks in allowed]
     name = draw.choice([*names, f"blocks:{draw.choice([1, 2, 3])}", FOUND, "searched"])
-    placement = "wave" if name == "v-half" else "loop" if name in names or ":" in name else draw.choice(PLACEMENTS)
+    on_loop = name in names or ":" in name
+    placement = "wave" if name in ("v-half", "zb-v") else "loop" if on_loop else draw.choice(PLACEMENTS)
     stages = stages_of(draw, layers, pipe, chunks, placement)
     schedule: object = name
     if name == "searched":

@@ -112,6 +112,7 @@ CASES = [
     Case(Shape(pipe=2), Policy(stages=LOOP)),
     Case(Shape(pipe=2), Policy(stages=LOOP, schedule="looped-bfs"), micro_steps=8),  # sends long before receives
     Case(Shape(pipe=2), Policy(stages=WAVE, schedule="v-half")),
+    Case(Shape(pipe=2), Policy(stages=WAVE, schedule="zb-v", overlap=Overlap(receive_ahead=False)), micro_steps=8),
     Case(Shape(pipe=2), Policy(stages=Stages((0, 4, 6), (0, 1)), recompute="block")),
     Case(Shape(x=2, pipe=2), Policy(overlap=Overlap(halves=2))),
     Case(Shape(z=2, pipe=2), Policy(schedule="zb-h1")),

@@ -50,6 +50,14 @@ def test_v_half_keeps_half_of_1f1b() -> None:
         assert played.idle == pytest.approx([1.5 * (pipe - 1)] * pipe)
 
 
+def test_zb_v_keeps_as_much_as_1f1b_and_waits_only_while_the_first_micro_batch_goes_down() -> None:
+    for pipe in (2, 3, 4, 8):
+        for micro in (pipe, 2 * pipe, 2 * pipe + 1, 4 * pipe):
+            played = play(named("zb-v", pipe, 2, micro), equal_seconds(1, 1, 1, pipe, 2))
+            assert max(played.peaks) == pipe
+            assert max(played.idle) == pytest.approx((pipe - 1) / 2)
+
+
 def test_blocks_keep_a_block_and_wait_once() -> None:
     """W fills the turn from F to B in every block but the first, so further blocks add no idle time."""
     for pipe, chunks, size in ((4, 1, 8), (4, 2, 8), (8, 2, 16)):

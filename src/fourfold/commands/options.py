@@ -32,7 +32,7 @@ EOD = "the token that ends a document; default: a token with one of the usual na
 EXPORT_DTYPES = ("fp32", "bf16", "fp16")
 SHELLS = ("bash", "zsh", "fish")
 PLACEMENTS = ("loop", "wave")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "v-half")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "v-half", "zb-v")
 """The named schedules of pipelines, besides blocks:u; a test compares them with those that exist."""
 OTHER_WORDS = {
     "resume": "train --resume RUN",
@@ -732,8 +732,8 @@ def show_options(command: argparse.ArgumentParser) -> None:
     """Draw a named schedule, with the times of its actions, or print it in the CSV
     format of torch.distributed.pipelining.
 
-    The names: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, v-half, and blocks:u for
-    blocks of u micro-batches.
+    The names: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, v-half, zb-v, and
+    blocks:u for blocks of u micro-batches.
 
     Examples:
       fourfold schedule show 1f1b --pipe 4 --micro 8

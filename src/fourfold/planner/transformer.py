@@ -7,8 +7,7 @@ Memory-bound work is counted in the bytes that kernels read and write: passes ov
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, cast
@@ -35,7 +34,8 @@ from fourfold.planner.program import (
 )
 from fourfold.planner.sizes import STATISTIC_NBYTES, LocalSizes, SizeNames, Structure, part, sum_over_batch
 from fourfold.policy import Policy, Recompute
-from fourfold.schedule.action import Action, Lane, PipeMessage, Schedule
+from fourfold.schedule.action import Action, PipeMessage, Schedule
+from fourfold.schedule.receives import receives_of
 from fourfold.schedule.stages import Stages
 
 Moving = AsyncMove | NoMove
@@ -800,8 +800,8 @@ class PipelineProgram:
     def __init__(self, model: TransformerProgram, schedule: Schedule) -> None:
         self.model, self.host, self.sizes, self.schedule = model, model.host, model.sizes, schedule
         self.stages, self.here = model.sizes.stages, model.sizes.coords[PIPE]
-        self.ahead = model.sizes.policy.overlap.receives_ahead("cpu")
-        self.expected = {lane: deque(line) for lane, line in schedule.messages[self.here].receives.items()}
+        ahead = model.sizes.policy.overlap.receives_ahead("cpu")
+        self.receives = receives_of(schedule, self.here, ahead=ahead)
         self.receiving: dict[PipeMessage, PlannedWait] = {}
         self.tapes: dict[tuple[int, int], list[Any]] = {}
         self.stream_nbytes = sum(half.rest_nbytes for half in model.halves)
@@ -813,12 +813,15 @@ class PipelineProgram:
         for action in order:
             host.engine.prefetcher.begin_stage(action.stage)
             host.enter_action(action)
+            self.begin_receives(self.receives.before.get(action, ()))
             if action.kind == "F":
                 self.forward(action)
             elif action.kind == "W":
                 host.run_held(action[1:])
             else:
                 self.backward(action)
+            self.begin_receives(self.receives.after.get(action, ()))
+            self.hand_on(action)
         host.engine.prefetcher.keep("use")
         if host.gradients is not None:
             host.gradients.end_step()
@@ -834,8 +837,6 @@ class PipelineProgram:
             self.take(action)
         self.model.forward(part, counted=self.schedule.micro_steps > 1)
         self.tapes[stage, micro] = self.host.take_tape()
-        if not part.head:
-            self.hand_on(action)
 
     def backward(self, action: Action) -> None:
         kind, stage, micro = action
@@ -848,24 +849,16 @@ class PipelineProgram:
             hold=(stage, micro) if kind == "B" else None,
             has_parameters=bool(self.stages.units(stage)),
         )
-        if stage:
-            self.hand_on(action)
 
     def take(self, action: Action) -> None:
-        """Wait for what another rank sends for an action; receives are posted in lane order."""
+        """Wait for what another rank sends for an action."""
         needed = self.schedule.received(action)
-        if needed is None:
-            return
-        while needed not in self.receiving:
-            self.receive_next(needed.lane)
-        if self.ahead:
-            self.receive_next(needed.lane)
-        self.receiving.pop(needed).wait()
+        if needed is not None:
+            self.receiving.pop(needed).wait()
 
-    def receive_next(self, lane: Lane) -> None:
-        if expected := self.expected.get(lane):
-            message = expected.popleft()
-            self.receiving[message] = self.host.launch(lambda: self.record("receive", message))
+    def begin_receives(self, messages: Iterable[PipeMessage]) -> None:
+        for message in messages:
+            self.receiving[message] = self.host.launch(lambda each=message: self.record("receive", each))
 
     def hand_on(self, action: Action) -> None:
         message = self.schedule.sent(action)

@@ -143,6 +143,29 @@ def v_half(pipe: int, chunks: int, micro_steps: int) -> Schedule:
     return fill(place("wave", pipe, chunks), micro_steps, orders, pipe + 2)
 
 
+def zb_v(pipe: int, chunks: int, micro_steps: int) -> Schedule:
+    """Build ZB-V, which keeps as many micro-batches as 1F1B, on a wave of two chunks.
+
+    A rank runs F of its first chunk until the first micro-batch comes back, then all four in turn: F and B of the first
+    chunk, F and B of the second. Where F, B and W take equally long, ranks idle only while the first micro-batch goes
+    down the wave, if there are enough of them (Qi et al., 2023). W fills the slots that are left.
+    """
+    orders = []
+    for rank in range(pipe):
+        down, up = rank, 2 * pipe - 1 - rank
+        forward_down, backward_down, forward_up, backward_up = (
+            deque(Action(kind, stage, i) for i in range(micro_steps)) for stage in (down, up) for kind in ("F", "B")
+        )
+        turns = [
+            *[forward_down] * (2 * (pipe - rank) - 1),
+            *[forward_up, forward_down] * rank,
+            *[forward_up, backward_up] * (pipe - rank),
+            *[forward_down, backward_down, forward_up, backward_up] * micro_steps,
+        ]
+        orders.append([line.popleft() for line in turns if line])
+    return fill(place("wave", pipe, chunks), micro_steps, orders, 2 * pipe)
+
+
 def blocks(pipe: int, chunks: int, micro_steps: int, size: int) -> Schedule:
     """Build ZeroPP's units: blocks of `size` micro-batches, each breadth-first, with W in the bubbles.
 
@@ -218,6 +241,7 @@ BUILDERS: dict[str, tuple[Callable[[int, int, int], Schedule], range]] = {
     "looped-bfs": (looped_bfs, SEVERAL),
     "zb-h1": (zb_h1, ONE),
     "v-half": (v_half, TWO),
+    "zb-v": (zb_v, TWO),
 }
 """How to build the schedules whose name has no number, and the chunks they take."""
 NAMES = (*BUILDERS, "blocks:u")

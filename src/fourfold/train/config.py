@@ -308,7 +308,7 @@ class PipelineSection:
     """The stages of a grid with a pipe axis, and the order in which they work. The other grids have no such keys."""
 
     schedule: str = AUTO
-    """The order in which pipe ranks work on micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, v-half,
+    """The order in which pipe ranks work on micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, v-half, zb-v,
     blocks:u with u micro-batches in a block, found, which searches for one, or a .csv file in the format of
     torch.distributed.pipelining. auto is 1f1b for one stage per rank, else interleaved, or found on waves."""
     chunks: int | None = None
