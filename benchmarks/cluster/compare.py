@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     found = [runs.ClusterRun.read(path) for path in sorted(options.out.glob("*.json"))]
     # runs of `planner/validate.py --measured` have no planned line
-    complete = [run for run in found if any(one.variant == PLANNED for one in run.results)]
+    complete = [run for run in found if any(one.planned for one in run.results)]
     if not complete:
         print(f"compare: error: no runs in {options.out}; omit --table to measure some", file=sys.stderr)
         return 2

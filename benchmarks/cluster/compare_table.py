@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cluster.runs import ClusterRun, LineResult
-from benchmarks.cluster.settings import FOURFOLD, MINIMAL, OURS, PLANNED, PUBLISHED_KIND, Setting
+from benchmarks.cluster.settings import FOURFOLD, MINIMAL, OURS, PUBLISHED_KIND, Setting
 from benchmarks.shared.plots import drawing, save
 from benchmarks.shared.tables import markdown_table, verdict
 
@@ -42,7 +42,7 @@ def peers_of(run: ClusterRun) -> list[LineResult]:
 
 
 def planned(run: ClusterRun) -> LineResult:
-    return next(one for one in run.of(FOURFOLD) if one.variant == PLANNED)
+    return next(one for one in run.of(FOURFOLD) if one.planned)
 
 
 def sent(result: LineResult) -> float:
@@ -117,7 +117,7 @@ def lines(run: ClusterRun) -> Iterator[str]:
 
 
 def _sort_key(result: LineResult) -> tuple[int, float]:
-    kinds = {PUBLISHED_KIND: 2, FOURFOLD: 0 if result.variant == PLANNED else 3}
+    kinds = {PUBLISHED_KIND: 2, FOURFOLD: 0 if result.planned else 3}
     return kinds.get(result.kind, 1), result.step if result.measured else float("inf")
 
 

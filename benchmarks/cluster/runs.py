@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.cluster.emulate import Cluster
-from benchmarks.cluster.settings import Job, Setting
+from benchmarks.cluster.settings import PLANNED, Job, Setting
 from benchmarks.shared.tables import RESULTS
 from benchmarks.shared.workloads import Line
 from fourfold.grid import Shape
@@ -78,6 +78,11 @@ class LineResult:
     @classmethod
     def of(cls, line: Line) -> LineResult:
         return cls(line.name, line.kind, line.shape.sizes, list(line.shape.order), line.label, line.pipe)
+
+    @property
+    def planned(self) -> bool:
+        """Whether the planner chose this line."""
+        return self.variant.endswith(PLANNED)
 
     @property
     def shape(self) -> Shape:

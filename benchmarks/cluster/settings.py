@@ -41,20 +41,22 @@ PLANNED, MINIMAL = "planned", "minimal reduce-scatter"
 """Variants: the grid and policy that the planner chose, and a peer with another reduce-scatter than gloo's."""
 
 
-def _llama(seq: int) -> ff.models.ModelConfig:
-    """Return a model of 4.3 M parameters (17 MB) in two layers: many bytes for little work, so that the links are the
-    bottleneck and not the cores."""
-    sizes = dict(layers=2, hidden=384, heads=8, kv_heads=8, head_dim=48, mlp_hidden=1024)
+def _llama(seq: int, layers: int = 2, hidden: int = 384) -> ff.models.ModelConfig:
+    """Return a model of about 4 M parameters (17 MB): many bytes for little work, so that the links are the bottleneck
+    and not the cores."""
+    heads = hidden // 48
+    sizes = dict(layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=48, mlp_hidden=8 * hidden // 3)
     return ff.models.config("llama-3-8b", **sizes, vocab=1024, seq=seq)
 
 
 WORKLOADS = {
     "few": Workload("few", _llama(32), 16, torch.float32),
     "many": Workload("many", _llama(64), 16, torch.float32),
+    "deep": Workload("deep", _llama(32, layers=8, hidden=192), 16, torch.float32),
     "tiny": Workload("tiny", ff.models.config("llama-tiny", kv_heads=24, vocab=256, seq=16), 8, torch.float32),
 }
-"""`few` and `many` are one model with 512 and 1024 tokens: mostly weights travel, or mostly activations. `tiny` is a
-smoke test."""
+"""`few` and `many` are one model of two layers with 512 and 1024 tokens: mostly weights travel, or mostly activations.
+`deep` has 512 tokens and eight layers, enough for stages of whole layers. `tiny` is a smoke test."""
 
 
 @dataclass(frozen=True)

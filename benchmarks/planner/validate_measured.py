@@ -20,7 +20,7 @@ from statistics import fmean, median
 from benchmarks.cluster import runs
 from benchmarks.cluster.emulate import EmulationUnavailableError, exit_on_signals
 from benchmarks.cluster.runs import ClusterRun, LineResult
-from benchmarks.cluster.settings import FOURFOLD, PLANNED, POLICY, Setting, grids_of
+from benchmarks.cluster.settings import FOURFOLD, POLICY, Setting, grids_of
 from benchmarks.shared.published import published_seconds
 from benchmarks.shared.tables import markdown_table
 from benchmarks.shared.workloads import Line
@@ -106,7 +106,7 @@ class Ranking:
 
 def judge(run: ClusterRun) -> tuple[Ranking, Ranking]:
     """Return the rankings by Fourfold's planner and by the published model for the grids of a run."""
-    results = [one for one in run.of(FOURFOLD) if one.variant != PLANNED]
+    results = [one for one in run.of(FOURFOLD) if not one.planned]
     if len(results) < 2:
         raise ValueError(f"{run.setting} has {len(results)} measured grids of Fourfold; a ranking needs at least two")
     task = Setting.parse(run.setting).task(run.cluster_machine)

@@ -283,6 +283,7 @@ class Gradients:
         self._to_begin = self._to_finish = 0  # passes left of the step that `begin_step` announced
         self._summing = False
         """Whether the backward passes of an announced step have begun: they share its buckets."""
+        self._sums_wait = False
         self._unannounced = False
         """Whether the running backward pass has deposited a gradient whose use was not counted, as a second backward
         pass over a retained graph does. More may come, so buckets wait for the end of the pass."""
@@ -403,6 +404,27 @@ class Gradients:
         for key, gradient in zip(keys, gradients, strict=True):
             if key not in self._left_out:
                 self._add(key, gradient)
+        if not self._sums_wait:
+            self._begin_final_sums()
+
+    @contextmanager
+    def sums_wait(self) -> Iterator[None]:
+        """Begin no sum inside the block until `begin_sums` is called, because another message must leave first."""
+        self._sums_wait = True
+        try:
+            yield
+        except BaseException:
+            self._sums_wait = False  # other ranks may not come so far
+            raise
+        self.begin_sums()
+
+    def begin_sums(self) -> None:
+        """Begin the sums that have waited."""
+        if self._sums_wait:
+            self._sums_wait = False
+            self._begin_final_sums()
+
+    def _begin_final_sums(self) -> None:
         while self._bucket is not None and self._final(self._bucket[1]):
             # all ranks launch buckets in one order, whichever parameters each has used
             bucket, _ = self._bucket

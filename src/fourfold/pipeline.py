@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -267,15 +267,20 @@ class PipelineStep:
         if self.times is not None:
             self.times.begin()
         self._begin_receives(self._receives.before.get(action, ()))
-        if action.kind == "W":
-            result = self._weights(action)
+        if action.kind == "F":
+            result = self._forward(action)
+            self._end_times(action)
+            self._hand_on(action, result)
+        elif action.kind == "W":
+            self._weights(action)
+            self._hand_on(action, None)
         else:
-            result = self._forward(action) if action.kind == "F" else self._backward(action)
+            self._backward(action)
+        self._end_times(action)
+
+    def _end_times(self, action: Action) -> None:
         if self.times is not None:
             self.times.end(action)
-        self._begin_receives(self._receives.after.get(action, ()))
-        if result is not None:
-            self._hand_on(action, result)
 
     def loss(self) -> Tensor:
         """Return the loss of the step on all ranks, from the rank that has computed it; raise if rows were refused."""
@@ -283,9 +288,10 @@ class PipelineStep:
         self.model.report(next((batch for batch in self.batches if batch.fault), self.batches[0]), told[1])
         return told[0].to(torch.promote_types(self.model.compute, torch.float32))
 
-    # --- actions; each returns what the stage hands on
+    # --- actions
 
     def _forward(self, action: Action) -> Tensor | None:
+        """Run a stage; return what it hands on, if there is a stage behind it."""
         _, stage, micro = action
         model, batch = self.model, self.batches[micro]
         trains = torch.is_grad_enabled()
@@ -307,21 +313,34 @@ class PipelineStep:
             self.logits, self._faults = result, faults
         return None
 
-    def _backward(self, action: Action) -> Tensor | None:
+    def _backward(self, action: Action) -> None:
+        """Run a stage backward; the gradient of its input leaves as soon as it is there, before other gradients."""
         kind, stage, micro = action
         run = self._passes[stage, micro] if kind == "B" else self._passes.pop((stage, micro))
         gradient = self.scale if self.stages.has_head(stage) else self._take(action)
         self.engine.prefetcher.begin_backward((BACKWARD, stage))
         hold = self.engine.wgrad_queue.holding((stage, micro)) if kind == "B" else nullcontext()
+        arrived, handed_on = run.arrived, False
+
+        def hand_on(arrived: Tensor) -> None:
+            nonlocal handed_on
+            handed_on = True
+            found, arrived.grad = arrived.grad, None
+            self._hand_on(action, found)
+
+        if arrived is not None:
+            arrived.register_post_accumulate_grad_hook(hand_on)
         if run.result.requires_grad:
-            with hold:
+            with hold, self._sums_wait(action):
                 torch.autograd.backward([run.result], [gradient] if gradient is not None else None)
         if kind == "B":
             self.model.gradients.hold(run.counted)
-        if run.arrived is None:
-            return None
-        found, run.arrived.grad = run.arrived.grad, None
-        return torch.zeros_like(run.arrived) if found is None else found
+        if not handed_on:
+            self._hand_on(action, None if arrived is None else torch.zeros_like(arrived))
+
+    def _sums_wait(self, action: Action) -> AbstractContextManager[None]:
+        """Let sums of gradients wait until an action has sent its result: another stage waits for that."""
+        return self.model.gradients.sums_wait() if self.schedule.sent(action) is not None else nullcontext()
 
     def _weights(self, action: Action) -> None:
         run = self._passes.pop((action.stage, action.micro))
@@ -346,7 +365,11 @@ class PipelineStep:
             pending = comm.receive(buffer, self.grid, message.lane, message.source, label=message.label)
             self._receiving[message] = pending
 
-    def _hand_on(self, action: Action, result: Tensor) -> None:
+    def _hand_on(self, action: Action, result: Tensor | None) -> None:
+        """Begin the receives that stand behind an action, and send or keep its result if another stage takes it."""
+        self._begin_receives(self._receives.after.get(action, ()))
+        if result is None:
+            return
         message = self.schedule.sent(action)
         if message is None:
             self._handed["F" if action.kind == "F" else "B", action.stage, action.micro] = result
@@ -355,6 +378,7 @@ class PipelineStep:
         # before something that depends on this rank.
         self._sent = [each for each in self._sent if not each.has_left()]
         self._sent.append(comm.send(result, self.grid, message.lane, message.target, label=message.label))
+        self.model.gradients.begin_sums()
 
     def _wait_for_sends(self) -> None:
         while self._sent:

@@ -115,6 +115,16 @@ def test_weights_travel_as_often_as_the_policy_says(gather: Gathering, stages: S
     assert len(own) == gathers
 
 
+def test_no_sum_of_gradients_leaves_before_the_gradient_that_another_stage_waits_for() -> None:
+    """The last backward pass of a stage completes its gradients; their sums would hold up its message."""
+    case = Case(Shape(data=2, pipe=2), Policy(bucket_bytes=1))
+    records = case.program(1 * case.shape.data, optimizer=False).records
+    last = max(place for place, one in enumerate(records) if one.op == "send")
+    sums = [place for place, one in enumerate(records) if (one.op, one.axis) == ("all_reduce", "data")]
+    assert [place for place in sums if place < last] == sums[:1]  # the number of targets, at the beginning
+    assert len(sums) > 10
+
+
 def test_a_rank_sends_what_the_closed_form_says() -> None:
     """E12: n * m/x * k/y * e for each stage whose next stage is on another rank, and the same back."""
     config = ff.models.config("llama-3-8b", layers=4)

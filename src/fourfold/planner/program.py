@@ -339,18 +339,25 @@ class Rehearsal:
         return tape
 
     def run_backward(
-        self, tape: list[_Node] | None = None, *, hold: Hashable = None, has_parameters: bool = True
+        self,
+        tape: list[_Node] | None = None,
+        *,
+        hold: Hashable = None,
+        has_parameters: bool = True,
+        hand_on: Callable[[], None] = lambda: None,
     ) -> None:
         """Run the backward of all operations, the latest first as autograd does, then finish what is in flight.
 
         With `hold` the products of dw are held back under that key until `run_held`, which ends the pass. A pass
-        without parameters has nothing to finish, and nobody notes its end.
+        without parameters has nothing to finish, and nobody notes its end. `hand_on` is called when the gradient of the
+        input is there.
         """
         nodes = self._tape if tape is None else tape
         self._backward = True
         with nullcontext() if hold is None else self.engine.wgrad_queue.holding(hold):
             while nodes:
                 nodes.pop().run()
+            hand_on()
             # queued products of dw and deferred reductions are still backward's work, so finish them before it ends
             if has_parameters:
                 self.engine.finish_backward()
@@ -620,6 +627,8 @@ class GradientMessages:
         self._sums: list[tuple[Bucket, Iterator[str], PlannedWait]] = []
         self._todo: list[Bucket] = []
         self._arriving: dict[str, PlannedWait] = {}
+        self.sums_wait = False
+        """Whether sums wait until another message has left."""
 
     def begin(self, passes: int, *, until_end_step: bool) -> None:
         """Begin a step of so many passes, which ends with the last of them or with `end_step`."""
@@ -639,9 +648,20 @@ class GradientMessages:
             self._expected[name] -= 1
             if self._to_begin or not self.host.policy.overlap.reduce_early:
                 continue
-            # only the next bucket may be launched, even if a later one is complete: ranks must agree on the order
-            while self._todo and not any(self._expected[name] for name in self._todo[-1].names):
-                self._open(self._todo.pop())
+            if not self.sums_wait:
+                self._begin_final_sums()
+
+    def begin_sums(self) -> None:
+        """Begin the sums that have waited for another message to leave."""
+        if self.sums_wait:
+            self.sums_wait = False
+            if not self._to_begin and self.host.policy.overlap.reduce_early:
+                self._begin_final_sums()
+
+    def _begin_final_sums(self) -> None:
+        # only the next bucket may be launched, even if a later one is complete: ranks must agree on the order
+        while self._todo and not any(self._expected[name] for name in self._todo[-1].names):
+            self._open(self._todo.pop())
 
     def _open(self, bucket: Bucket) -> None:
         axes = iter(bucket.owes)

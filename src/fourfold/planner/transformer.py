@@ -816,12 +816,12 @@ class PipelineProgram:
             self.begin_receives(self.receives.before.get(action, ()))
             if action.kind == "F":
                 self.forward(action)
+                self.hand_on(action)
             elif action.kind == "W":
                 host.run_held(action[1:])
+                self.hand_on(action)
             else:
                 self.backward(action)
-            self.begin_receives(self.receives.after.get(action, ()))
-            self.hand_on(action)
         host.engine.prefetcher.keep("use")
         if host.gradients is not None:
             host.gradients.end_step()
@@ -844,11 +844,16 @@ class PipelineProgram:
             self.take(action)
         self.host.engine.prefetcher.begin_backward((BACKWARD, stage))
         self.model.recompute = recompute_of(self.stages, stage, self.sizes.policy)
+        if (gradients := self.host.gradients) is not None:
+            gradients.sums_wait = self.schedule.sent(action) is not None
         self.host.run_backward(
             self.tapes.pop((stage, micro)),
             hold=(stage, micro) if kind == "B" else None,
             has_parameters=bool(self.stages.units(stage)),
+            hand_on=partial(self.hand_on, action) if stage else lambda: None,
         )
+        if not stage:
+            self.hand_on(action)
 
     def take(self, action: Action) -> None:
         """Wait for what another rank sends for an action."""
@@ -861,9 +866,13 @@ class PipelineProgram:
             self.receiving[message] = self.host.launch(lambda each=message: self.record("receive", each))
 
     def hand_on(self, action: Action) -> None:
+        """Begin the receives that stand behind an action, and send its result if another rank takes it."""
+        self.begin_receives(self.receives.after.get(action, ()))
         message = self.schedule.sent(action)
         if message is not None:
             self.host.launch(lambda: self.record("send", message))
+            if self.host.gradients is not None:
+                self.host.gradients.begin_sums()
 
     def record(self, op: Op, message: PipeMessage) -> list[Collective]:
         return self.sizes.message(op, PIPE, self.stream_nbytes, message.label)  # E12
