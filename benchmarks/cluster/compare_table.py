@@ -144,7 +144,7 @@ def page(runs: Sequence[ClusterRun], picture: str) -> str:
     commands = dict.fromkeys(run.made["command"] for run in runs)
     parts = [
         f"# Fourfold and its peers on an emulated cluster, {', '.join(sorted({run.made['date'] for run in runs}))}",
-        "One Llama (2 layers, hidden 384, 4.3 M parameters, fp32); a step is forward, backward, clipping and AdamW. "
+        "A Llama in fp32; a step is forward, backward, clipping and AdamW. "
         "Nodes are network namespaces joined by links with the setting's bandwidth in each direction "
         "(`benchmarks/cluster/emulate.py`). All lines of a setting take turns in one job. Times are those of the "
         "slowest rank, medians over rounds; spread = min .. max. MB are what a rank sends per step on average, inside "

@@ -92,7 +92,9 @@ class Setting:
         return Task(work.config, machine, work.rows, work.config.seq, work.dtype, work.dtype)
 
     def __str__(self) -> str:
-        return f"{self.cluster}, {self.workload.tokens} tokens"
+        model = self.workload.config
+        sizes = f"{model.layers} layers, hidden {model.hidden}, {model.parameters / 1e6:.1f} M parameters"
+        return f"{self.cluster}, {self.workload.tokens} tokens, {sizes}"
 
 
 @dataclass(frozen=True)
