@@ -20,6 +20,8 @@ from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective
 from fourfold.planner import calibrate as planner_calibrate
 from fourfold.planner.calibrate import (
+    BLOCK_ROWS,
+    BLOCKS,
     HIDDEN,
     HIDDEN_ROWS,
     LEAST_LARGEST,
@@ -146,6 +148,36 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
     assert machine.reserve == 130
     assert machine.sources["gemm.bf16"] == "today"
     assert machine.sources["peak.bf16"] == "data sheet of NVIDIA H200"
+
+
+def test_blocks_take_what_they_took_with_the_traffic_of_their_mode() -> None:
+    """Norms and activations that are not compiled move more bytes than the program counts; the fit says how many."""
+    plain = machine_of("here", "two nodes", found(), "today")
+    sizes = LocalSizes(BLOCKS, Shape(), Policy(), BLOCK_ROWS, BLOCKS.seq, torch.bfloat16)
+    work = step_program(sizes, optimizer=False).work
+
+    def seconds(machine: Machine, mode: HostMode) -> float:
+        return simulate(work, Seconds(machine, Shape(), mode), "bf16").seconds
+
+    slow, fast = 1.5 * seconds(plain, "eager"), 1.1 * seconds(plain, "compiled")
+    computation = replace(found().computation, blocks={"eager": slow, "compiled": fast})
+    machine = machine_of("here", "two nodes", replace(found(), computation=computation), "today")
+    assert machine.traffic["eager"] > machine.traffic["compiled"] > 1.0
+    assert seconds(machine, "eager") == pytest.approx(slow, rel=1e-3)
+    assert seconds(machine, "compiled") == pytest.approx(fast, rel=1e-3)
+    assert machine.sources["traffic.eager"] == "today"
+    assert parse_machine(to_toml(machine), "here.toml").traffic == machine.traffic
+
+
+def test_blocks_are_timed_in_each_mode_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_calibrate, "BLOCKS", replace(SMALL, layers=1))
+    grid = Grid.alone(torch.device("cpu"))
+    calibration = Calibration(grid, 1, 0.1, settle=lambda: None, progress=lambda _: None)
+    assert calibration._blocks() == {}  # on the CPU
+    monkeypatch.setattr(calibration, "on_gpu", True)
+    monkeypatch.setattr(calibration, "_finish", lambda: None)
+    assert calibration.modes == ["eager"]  # too few seconds to compile
+    assert calibration._blocks()["eager"] > 0
 
 
 def small_step(machine: Machine, layers: int, mode: HostMode = "eager") -> float:

@@ -110,6 +110,8 @@ def summary(machine: Machine, path: Path) -> Iterator[str]:
     yield f"{path}: {machine.about}"
     yield f"  products {rates}, half of that at a dim of {machine.gemm_half:.0f}; attention {machine.attention:.0%}"
     yield f"  memory {machine.memory / 2**30:.1f} GiB, {machine.memory_bandwidth / 1e9:.1f} GB/s"
+    for mode, traffic in machine.traffic.items():
+        yield f"  kernels between products move {traffic:.1f} times the bytes of fused ones, {mode}"
     yield f"  at least {machine.overhead * 1e6:.1f} us per kernel, {machine.launch * 1e6:.1f} us per collective"
     for mode in machine.host:
         yield f"  the host, {machine.describe_host(mode)}"

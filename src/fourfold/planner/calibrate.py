@@ -8,6 +8,8 @@ The fit is pure arithmetic:
 
     collectives   seconds = launch + hops * latency + wire bytes / bandwidth, launch the same for all groups
     products      seconds = FLOPs / gemm * (1 + gemm_half / smallest dim)
+    elementwise   seconds = traffic * bytes of fused kernels / memory bandwidth; traffic so that a block, whose other
+                  work is known, takes the measured seconds
     both at once  products take `contention` times as long; a message takes `turn` longer if products run all the time
     the host      seconds of a step = item * items of its program + step, for tiny models of several numbers of layers
 
@@ -21,14 +23,13 @@ with room, fresh memory) and must not bend the fit for the others.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import platform
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from statistics import median
@@ -50,10 +51,12 @@ from fourfold.planner.machine import (
     DTYPES,
     HOST,
     HOST_MODES,
+    KERNEL_MODES,
     LINK,
     PEAK_FLOPS,
     HostMode,
     HostSpeed,
+    KernelMode,
     LinkSpeed,
     Machine,
     Seconds,
@@ -152,6 +155,8 @@ class Computation:
     """Seconds of the smallest kernel."""
     steps: tuple[TimedStep, ...]
     """Steps in each mode that this machine has, with different numbers of layers."""
+    blocks: Mapping[KernelMode, float] = field(default_factory=dict)
+    """Seconds of forward and backward of the model `BLOCKS`, eager and compiled; empty on the CPU."""
 
 
 SMALL, SMALL_ROWS = replace(config("llama-tiny"), seq=16), 2
@@ -160,6 +165,12 @@ SMALL_LAYERS = (1, 4, 8)
 """The numbers of layers of the timed steps: far enough apart that the slope, the seconds per item, is not noise."""
 COMPILE_SECONDS = 30.0
 """Compiled steps are timed if the calibration takes at least this many seconds: compiling alone takes about as long."""
+BLOCK_SIZES = dict(layers=2, hidden=2048, heads=16, kv_heads=16, head_dim=128, mlp_hidden=5632, vocab=1024, seq=2048)
+BLOCKS, BLOCK_ROWS = replace(config("llama-tiny"), **BLOCK_SIZES), 2
+"""Blocks whose kernels are as large as those of real models, and the rows of a rank."""
+BLOCK_SHARE = 0.15
+"""The share of the time for blocks in each mode. They come before products, which so are timed on a device that is as
+hot as in training."""
 HIDDEN_SIZES = dict(layers=2, hidden=384, heads=8, kv_heads=8, head_dim=48, mlp_hidden=1024, vocab=1024, seq=64)
 HIDDEN, HIDDEN_ROWS = replace(config("llama-tiny"), **HIDDEN_SIZES), 2
 """A model that gathers weights while it computes, and the rows of a rank. With smaller messages, a short wait already
@@ -222,8 +233,9 @@ class Calibration:
         self.held = self.held_bytes()  # before the first tensor of the measurement is made
         has = {"eager": True, "compiled": seconds >= COMPILE_SECONDS, "captured": self.on_gpu}
         self.modes = [mode for mode in HOST_MODES if has[mode]]
+        blocks = len({*self.modes} & {*KERNEL_MODES}) if self.on_gpu else 0
         small_steps = len(self.modes) * len(SMALL_LAYERS)
-        self.steps = len(self.groups) * len(OPS) + len(self.shapes) + 4 + small_steps + self.hides
+        self.steps = len(self.groups) * len(OPS) + len(self.shapes) + 4 + small_steps + self.hides + blocks
         self.done = 0
 
     @property
@@ -371,6 +383,7 @@ class Calibration:
     # computation: every rank by itself, all at the same time
 
     def _computation(self) -> Computation:
+        blocks = self._blocks()
         timed, slot = [], 0.0
         for index, ((m, k, n), dtype) in enumerate(self.shapes):
             left = self._left(self.until)
@@ -388,7 +401,19 @@ class Calibration:
         few = torch.ones(16, device=self.line.device)
         kernel = self._slowest(lambda: few.add_(1), slot)
         steps = [step for mode in self.modes for step in self._small_steps(mode, slot)]
-        return Computation(tuple(timed), rate, moved, kernel, tuple(steps))
+        return Computation(tuple(timed), rate, moved, kernel, tuple(steps), blocks)
+
+    def _blocks(self) -> dict[KernelMode, float]:
+        """Time forward and backward of blocks in each mode; on the CPU their kernels are not what takes the time."""
+        found: dict[KernelMode, float] = {}
+        for mode in KERNEL_MODES if self.on_gpu else ():
+            if mode in self.modes:
+                policy = Policy(compile=mode == "compiled")
+                act = step_of(BLOCKS, BLOCK_ROWS, Grid.alone(self.line.device), self.dtype, policy)
+                for _ in range(WARM_UP):
+                    act()
+                found[mode] = self._slowest(act, BLOCK_SHARE * self._left(self.until))
+        return found
 
     def _small_steps(self, mode: HostMode, slot: float) -> Iterator[TimedStep]:
         """Time training steps of small models; yield none if a rank of this machine has no such steps."""
@@ -407,23 +432,23 @@ class Calibration:
     def average_seconds(self, act: Callable[[], object], seconds: float) -> float:
         """Return the seconds of one act while all ranks act, measured for about `seconds`.
 
-        On a GPU this is the best average of batches. On the CPU ranks may share cores and take turns; the best average
-        would come from a rank that had a core to itself for a moment. There it is the median of windows that all ranks
-        begin together, each long enough for many turns.
+        On a GPU this is the median over batches, which are long enough for its clocks to fall. On the CPU ranks may
+        share cores and take turns; single batches would come from a rank that had a core to itself for a moment. There
+        it is the median of windows that all ranks begin together, each long enough for many turns.
         """
         act()
         self._finish()
         if not self.on_gpu:
             window = max(seconds / WINDOWS, LEAST_WINDOW)
             return median(self._window(act, window) for _ in range(WINDOWS))
-        until, best, runs = time.perf_counter() + seconds, math.inf, 1
-        while True:
+        until, runs = time.perf_counter() + seconds, 1
+        while (took := self._batch(act, runs)) < BATCH_SECONDS:
+            runs = max(runs + 1, min(8 * runs, int(1.2 * BATCH_SECONDS * runs / took)))
+        averages = [took / runs]
+        while time.perf_counter() + took < until:
             took = self._batch(act, runs)
-            best = min(best, took / runs)
-            if took < BATCH_SECONDS:
-                runs = max(runs + 1, min(8 * runs, int(1.2 * BATCH_SECONDS / best)))
-            elif time.perf_counter() + took > until:
-                return best
+            averages.append(took / runs)
+        return median(averages)
 
     def _batch(self, act: Callable[[], object], runs: int) -> float:
         began = time.perf_counter()
@@ -477,9 +502,11 @@ def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     return lambda: F.linear(a, w)
 
 
-def step_of(config: ModelConfig, rows: int, grid: Grid, dtype: torch.dtype) -> Callable[[], None]:
+def step_of(
+    config: ModelConfig, rows: int, grid: Grid, dtype: torch.dtype, policy: Policy = Policy()
+) -> Callable[[], None]:
     """Return a function that runs forward and backward of a model on `rows` rows per rank."""
-    model = build(config, grid, dtype=dtype)
+    model = build(config, grid, policy=policy, dtype=dtype)
     tokens = torch.zeros(rows, config.seq, dtype=torch.long, device=grid.device)
 
     def run() -> None:
@@ -585,6 +612,7 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
     machine = replace(machine, host=host_speeds(machine, main, work.steps))
     if not on_gpu:
         machine = replace(machine, overhead=max(work.kernel, machine.host["eager"].item))
+    machine = replace(machine, traffic=traffic_of(machine, main, work.blocks))
     if found.hidden is not None:
         machine = replace(machine, turn=turn_seconds(machine, main, found.ranks, found.hidden))
     return replace(machine, sources=_sources(machine, found, source))
@@ -614,6 +642,31 @@ def host_speeds(machine: Machine, dtype: str, steps: Sequence[TimedStep]) -> dic
     return found
 
 
+def traffic_of(machine: Machine, dtype: str, blocks: Mapping[KernelMode, float]) -> dict[KernelMode, float]:
+    """Return the `traffic` with which the program of the blocks takes the measured seconds, in each mode."""
+    parameters = next(found for found, name in DTYPES.items() if name == dtype)
+    sizes = LocalSizes(BLOCKS, Shape(), Policy(), BLOCK_ROWS, BLOCKS.seq, parameters)
+    work = step_program(sizes, optimizer=False).work
+
+    def is_too_fast(mode: KernelMode, seconds: float, traffic: float) -> bool:
+        moving = replace(machine, traffic={mode: traffic}, name=f"{machine.name} with {traffic}")
+        return simulate(work, Seconds(moving, Shape(), mode), dtype).seconds < seconds
+
+    return {mode: bisect(partial(is_too_fast, mode, seconds), 1.0, MOST_TRAFFIC) for mode, seconds in blocks.items()}
+
+
+def bisect(too_small: Callable[[float], bool], low: float, high: float) -> float:
+    """Return where numbers stop being too small."""
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_small(middle) else (low, middle)
+    return low
+
+
+MOST_TRAFFIC = 20.0
+"""The largest `traffic` that is tried."""
+
+
 def turn_seconds(machine: Machine, dtype: str, ranks: int, step: float) -> float:
     """Return the `turn` with which the program of the step on z takes the measured seconds."""
     parameters = next(found for found, name in DTYPES.items() if name == dtype)
@@ -625,15 +678,11 @@ def turn_seconds(machine: Machine, dtype: str, ranks: int, step: float) -> float
         waiting = replace(machine, turn=turn, name=f"{machine.name} with {turn}")
         return simulate(work, Seconds(waiting, shape), dtype).seconds
 
-    low, high = 0.0, MOST_TURN
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if predicted(middle) < step else (low, middle)
-    return low
+    return bisect(lambda turn: predicted(turn) < step, 0.0, MOST_TURN)
 
 
 HALVINGS = 12
-"""Steps of the bisection for `turn`: its error is below 0.05 ms."""
+"""Steps of a bisection: the error of `turn` is below 0.05 ms."""
 
 
 def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
@@ -649,6 +698,7 @@ def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
         sources[f"peak.{dtype}"] = f"data sheet of {found.device}" if sheet else f"{source}: the fastest product"
     paths = [f"inside[{stride},{size}]" for stride, size in machine.inside] + ["between"] * bool(machine.between)
     sources |= {f"host.{mode}.{name}": source for mode in machine.host for name in HOST}
+    sources |= {f"traffic.{mode}": source for mode in machine.traffic}
     return sources | {f"{path}.{name}": source for path in paths for name in LINK}
 
 

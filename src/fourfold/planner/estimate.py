@@ -106,6 +106,8 @@ class ProgramWork:
         """Part, FLOPs, bytes."""
         self.kernels: list[tuple[int, int]] = []
         """Part, bytes."""
+        self.fused: list[tuple[int, int]] = []
+        """The same of kernels that compiling makes of several."""
         self.messages: list[tuple[int, int, int, int]] = []
         """Part, axis, passes around the ring, bytes."""
         ends = [*(start for start, _ in program.phases[1:]), len(program.work)]
@@ -118,7 +120,7 @@ class ProgramWork:
                 elif isinstance(item, AttentionOp):
                     self.attention.append((part, matrix.row_of(item.flops), matrix.row_of(item.nbytes)))
                 elif isinstance(item, ElementwiseOp):
-                    self.kernels.append((part, matrix.row_of(item.nbytes)))
+                    (self.fused if item.fused else self.kernels).append((part, matrix.row_of(item.nbytes)))
                 elif isinstance(item, LaunchOp) and isinstance(item.record.nbytes, Term):
                     axis, passes = CUTS.index(item.record.axis), 2 if item.record.op == "all_reduce" else 1
                     self.messages.append((part, axis, passes, matrix.row_of(item.record.nbytes)))
@@ -179,7 +181,8 @@ class Cells:
                 sent = sizes[rows] * passes[:, None] * (ranks - 1)[axes] / ranks[axes]
                 self._add(self.nbytes, cells, places, times * sent)
             self._compute(work, times, sizes, cells)
-            issued = [part for part, *_ in (*work.products, *work.attention, *work.kernels, *work.messages)]
+            pieces = (*work.products, *work.attention, *work.kernels, *work.fused, *work.messages)
+            issued = [part for part, *_ in pieces]
             self._add(self.items, cells, torch.tensor(issued), times.expand(len(issued), -1))
 
     def _compute(self, work: ProgramWork, times: Tensor, sizes: Tensor, cells: list[int]) -> None:
@@ -198,6 +201,7 @@ class Cells:
         for pieces, price in (
             (work.attention, lambda flops, nbytes: prices.attention(flops, nbytes, dtype)),
             (work.kernels, prices.kernel),
+            (work.fused, prices.fused),
         ):
             if pieces:
                 parts, *rows = torch.tensor(pieces).T

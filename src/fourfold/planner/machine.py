@@ -87,6 +87,9 @@ HostMode = Literal["eager", "compiled", "captured"]
 """How the host gives a step to the device: call by call, with compiled computation between collectives, or as the
 replay of a step that was recorded as a CUDA graph."""
 HOST_MODES: tuple[HostMode, ...] = get_args(HostMode)
+KernelMode = Literal["eager", "compiled"]
+"""How the kernels between products are made; a recorded step replays either."""
+KERNEL_MODES: tuple[KernelMode, ...] = get_args(KernelMode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,10 @@ class Machine:
     """The link across nodes: its bandwidth is the sum of a node's network cards. None if there is only one node."""
     measured: tuple[Timed, ...] = ()
     """Measured products; shapes near them follow these times rather than `gemm` and `gemm_half`."""
+    traffic: Mapping[KernelMode, float] = field(default_factory=dict)
+    """How many times the bytes of fused kernels move between products, by whether these are compiled: norms, rotations
+    and activations are several kernels each without compiling, and some of those do not reach the bandwidth. Where it
+    is missing, the kernels are taken to be fused."""
     host: Mapping[HostMode, HostSpeed] = field(default_factory=dict)
     """The time that the host needs for a step, by mode. In a mode that is missing, the host of a GPU is never late, and
     on the CPU it takes `overhead`."""
@@ -252,10 +259,11 @@ HOST = {
     "step": _Bounds("seconds of the host per step beside its items", 0, True),
 }
 """The constants of the host in one mode."""
+TRAFFIC = _Bounds("how many times the bytes of fused kernels move", 1, True)
 TEXTS = ("name", "about", "device")
 """The keys without a source."""
 REQUIRED = [*TEXTS, *CONSTANTS, "peak", "gemm"]
-KEYS = [*REQUIRED, "between", "inside", "measured", "host"]
+KEYS = [*REQUIRED, "between", "inside", "measured", "host", "traffic"]
 
 
 class _Reader:
@@ -277,6 +285,7 @@ class _Reader:
         values["inside"] = self.inside(table.get("inside", []), values["devices_per_node"])
         values["measured"] = self.measured(table["measured"], values["gemm"]) if "measured" in table else ()
         values["host"] = self.host(table.get("host", {}))
+        values["traffic"] = self.traffic(table.get("traffic", {}))
         self.check_together(values)
         return Machine(**values, sources=self.sources)
 
@@ -345,6 +354,10 @@ class _Reader:
                 found[mode] = HostSpeed(**values)
         return found
 
+    def traffic(self, table: Any) -> dict[KernelMode, float]:
+        self.check_keys("traffic", table, list(KERNEL_MODES), [])
+        return {mode: self.constant(f"traffic.{mode}", table[mode], TRAFFIC) for mode in KERNEL_MODES if mode in table}
+
     def inside(self, entries: Any, devices: int) -> dict[tuple[int, int], LinkSpeed]:
         if not isinstance(entries, list) or (devices > 1 and not entries):
             raise self.wrong("inside", f"= {entries!r}", f"one [[inside]] or more for a node of {devices} devices")
@@ -398,6 +411,9 @@ def to_toml(machine: Machine) -> str:
     for mode, speed in machine.host.items():
         lines.append(f"\n[host.{mode}]")
         lines += [_constant(machine, f"host.{mode}.{name}", getattr(speed, name)) for name in HOST]
+    if machine.traffic:
+        lines.append("\n[traffic]")
+        lines += [_constant(machine, f"traffic.{mode}", factor) for mode, factor in machine.traffic.items()]
     if machine.measured:
         rows = [f'  [{one.m}, {one.k}, {one.n}, "{one.dtype}", {_number(one.seconds)}],' for one in machine.measured]
         lines += [f"\n[measured]\nsource = {_text(machine.sources['measured'])}\nproducts = [", *rows, "]"]
@@ -503,10 +519,12 @@ def in_mode(machine: Machine, mode: HostMode) -> Machine:
 class Seconds:
     """Prices of work on a grid of this shape, in which rank r is on node r // devices_per_node.
 
-    `mode` says how the host gives the work to the device.
+    `mode` says how the host gives the work to the device, `compiled` whether kernels between products are fused.
     """
 
-    def __init__(self, machine: Machine, shape: Shape, mode: HostMode = "eager") -> None:
+    def __init__(
+        self, machine: Machine, shape: Shape, mode: HostMode = "eager", *, compiled: bool | None = None
+    ) -> None:
         if shape.world > machine.devices_per_node and machine.between is None:
             raise ValueError(
                 f"the grid {shape} has {shape.world} ranks, but {machine.name} is one node of "
@@ -514,6 +532,8 @@ class Seconds:
             )
         self.machine, self.shape = in_mode(machine, mode), shape
         self.host = machine.host_in(mode)
+        compiled = mode == "compiled" if compiled is None else compiled
+        self.traffic = machine.traffic.get("compiled" if compiled else "eager", 1.0)
         self._routes: dict[str, Route] = {}
         self._transfers: dict[tuple[str, str, int], TransferCost] = {}
 
@@ -575,6 +595,10 @@ class Seconds:
     def kernel(self, nbytes: Any) -> Any:
         """Return the seconds of a memory-bound kernel that reads and writes these bytes, or of many."""
         return with_host(self.machine, nbytes / self.machine.memory_bandwidth)
+
+    def fused(self, nbytes: Any) -> Any:
+        """Return the seconds of kernels that read and write these bytes if they are fused into one, or of many."""
+        return self.kernel(self.traffic * nbytes)
 
 
 def with_host(machine: Machine, seconds: Any) -> Any:

@@ -280,7 +280,7 @@ class Simulation:
             return self.seconds.product(item.m, item.k, item.n, self.dtype)
         if isinstance(item, AttentionOp):
             return self.seconds.attention(item.flops, item.nbytes, self.dtype)
-        return self.seconds.kernel(item.nbytes)
+        return self.seconds.fused(item.nbytes) if item.fused else self.seconds.kernel(item.nbytes)
 
     def _compute(self, left: float) -> None:
         """Compute what takes `left` seconds alone; it takes longer while something is in flight."""
@@ -375,7 +375,8 @@ class Task:
 
     def seconds_on(self, candidate: Candidate) -> Seconds:
         """Return the prices of work for a candidate."""
-        return Seconds(self.machine, candidate.shape, self.host_mode(candidate.policy))
+        policy = candidate.policy
+        return Seconds(self.machine, candidate.shape, self.host_mode(policy), compiled=policy.compile)
 
     @property
     def tokens(self) -> int:

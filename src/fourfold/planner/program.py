@@ -126,6 +126,8 @@ class ElementwiseOp(NamedTuple):
 
     label: str
     nbytes: int
+    fused: bool = False
+    """Whether these are the bytes of one kernel that compiling makes of several; without it they move more."""
 
 
 class AllocOp(NamedTuple):

@@ -452,7 +452,7 @@ class TransformerProgram:
 
     def dropout(self, half: LocalSizes) -> None:
         if self.config.dropout:
-            host, kernel = self.host, ElementwiseOp("dropout", 3 * half.rest_nbytes)
+            host, kernel = self.host, ElementwiseOp("dropout", 3 * half.rest_nbytes, fused=True)
             host.compute(kernel)
             host.allocate(half.mask_nbytes, "activations")
 
@@ -490,7 +490,7 @@ class TransformerProgram:
         scale = WeightGroup(label, weights.names[:1])
         host.expect_gradients(weights)
         with host.using(weights, "unit", turns):
-            host.compute(ElementwiseOp(f"norm {label}", 4 * nbytes))
+            host.compute(ElementwiseOp(f"norm {label}", 4 * nbytes, fused=True))
             if half is not None:
                 # means and squared deviations of a LayerNorm are gathered and merged, an RMSNorm's sums are added
                 op, statistics = ("all_gather", half.merged_nbytes) if layer_norm else ("all_reduce", own)
@@ -498,7 +498,7 @@ class TransformerProgram:
 
         def backward() -> None:
             with host.using(scale, "unit", turns):
-                host.compute(ElementwiseOp(f"dnorm {label}", 5 * nbytes))
+                host.compute(ElementwiseOp(f"dnorm {label}", 5 * nbytes, fused=True))
                 if half is not None:
                     host.communicate(lambda: half.message("all_reduce", "y", (2 if layer_norm else 1) * own, label))
             host.add_gradients("unit", weights, turns)
@@ -544,7 +544,7 @@ class TransformerProgram:
         host, halves = self.host, self.halves
         host.enter_moment("loss")
         for half in halves:
-            host.compute(ElementwiseOp("loss", half.logits_cut_nbytes(half.m)))
+            host.compute(ElementwiseOp("loss", half.logits_cut_nbytes(half.m), fused=True))
             host.allocate(half.token_nbytes, "activations")
             host.need(half.loss_copies_nbytes(half.m), "logits")
             host.communicate(lambda half=half: self._loss_statistics(half, half.m))
@@ -553,7 +553,7 @@ class TransformerProgram:
         def backward() -> None:
             host.enter_moment("loss")
             for half in halves:
-                host.compute(ElementwiseOp("dlogits", 2 * half.logits_cut_nbytes(half.m)))
+                host.compute(ElementwiseOp("dlogits", 2 * half.logits_cut_nbytes(half.m), fused=True))
                 host.need(half.loss_copies_nbytes(half.m), "logits")
                 host.allocate(half.logits_cut_nbytes(half.m), "logits")
             for half in halves:
@@ -608,9 +608,9 @@ class TransformerProgram:
         whole, cut = half.logits_nbytes(tokens), half.logits_cut_nbytes(tokens)
         host.compute(MatmulOp("E1 head", tokens, half.k, columns))
         host.communicate(lambda: operator_messages(half, "reduce", "y", whole, "head"))
-        host.compute(ElementwiseOp("loss", cut))
+        host.compute(ElementwiseOp("loss", cut, fused=True))
         host.communicate(lambda: self._loss_statistics(half, tokens))
-        host.compute(ElementwiseOp("dlogits", 2 * cut))
+        host.compute(ElementwiseOp("dlogits", 2 * cut, fused=True))
         host.communicate(lambda: operator_messages(half, "gather", "y", whole, "head"))
         host.compute(MatmulOp("E2 head", tokens, columns, half.k))
         host.compute(MatmulOp("E3 head", columns, tokens, half.k, is_wgrad=True))
@@ -736,7 +736,7 @@ class TransformerProgram:
         if config.qk_norm:
             self._norm(self.weights(f"{prefix}.q_norm"), q, None)
             self._norm(self.weights(f"{prefix}.k_norm"), half.local_k_nbytes, None)
-        rotated = ElementwiseOp("rotate", 2 * q + 2 * kv)
+        rotated = ElementwiseOp("rotate", 2 * q + 2 * kv, fused=True)
 
         def rotate_back() -> None:
             if config.positions == "rope":
@@ -773,11 +773,11 @@ class TransformerProgram:
         spreading = self.spread(half, label, nbytes=whole, whole=whole, cut=cut)
         yield
         spreading.land()
-        host.compute(ElementwiseOp(f"activate {prefix}", (gates + 1) * hidden))
+        host.compute(ElementwiseOp(f"activate {prefix}", (gates + 1) * hidden, fused=True))
         host.allocate(hidden if gates == 1 else 3 * hidden, "activations")  # gate, up and silu(gate)
 
         def backward() -> None:
-            host.compute(ElementwiseOp(f"dactivate {prefix}", (2 * gates + 1) * hidden))
+            host.compute(ElementwiseOp(f"dactivate {prefix}", (2 * gates + 1) * hidden, fused=True))
             if gates == 1:
                 host.need(hidden)
                 host.free(hidden, "activations")
