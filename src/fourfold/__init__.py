@@ -1,4 +1,4 @@
-"""Fourfold trains neural networks on a four-dimensional grid of devices.
+"""Fourfold trains neural networks on a grid of devices.
 
 Names are imported when they are first used, so that `fourfold --help` and torchrun's own process do not wait for torch.
 """

@@ -315,7 +315,7 @@ def shard_bytes(text: str) -> int:
 
 # --- the commands, in the order of a first day
 
-TOP = "Train large models on a four-dimensional grid of devices."
+TOP = "Train large models on a grid of devices."
 LEARN = """\
 Start with:
   fourfold demo
