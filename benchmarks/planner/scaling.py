@@ -2,6 +2,7 @@
 
     python benchmarks/planner/scaling.py             # CPU only, one core, 6 minutes; needs matplotlib for the plots
     python benchmarks/planner/scaling.py --quick     # three small cases, half a minute; writes to runs/scaling
+    python benchmarks/planner/scaling.py --case frontier:gpt-320b:32768    # pipelines beside Megatron's; only prints
 
 Each case is stored as soon as it is found, and a stored case is not searched again: an interrupted study resumes, and a
 rerun only draws the plots. Delete the file after changing the simulator. The sides are in scaling_sides.py, the plots
@@ -26,7 +27,7 @@ import torch
 from benchmarks.planner.published_runs import POINTS, ROWS, SEQ
 from benchmarks.planner.scaling_measured import Measured, newest_measured, read_measured
 from benchmarks.planner.scaling_plot import plot_all
-from benchmarks.planner.scaling_sides import Case, compare
+from benchmarks.planner.scaling_sides import Case, compare, describe, fourfold_with_pipe, megatron
 from benchmarks.shared.tables import RESULTS, markdown_table
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +125,13 @@ def _rows(case: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [*begin, "published 4D, measured", f"{point.seconds:.4g}", "-", "-", "-", "-", "published"]
 
 
+def _pipelines(text: str) -> Iterator[list[str]]:
+    machine, model, devices = text.split(":")
+    case = Case("weak", machine, model, int(devices))
+    sides = {"Fourfold with pipe": fourfold_with_pipe, "Megatron": megatron}
+    yield from _rows({**asdict(case), "sides": {name: describe(side(case), case) for name, side in sides.items()}})
+
+
 def _short(reason: str) -> str:
     return reason if len(reason) <= LONGEST else reason[: LONGEST - 4].rstrip() + " ..."
 
@@ -146,11 +154,17 @@ def _measured(runs: Sequence[Measured]) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three small cases")
+    parser.add_argument(
+        "--case", action="append", default=[], metavar="MACHINE:MODEL:DEVICES", help="print pipelines of these cases"
+    )
     parser.add_argument("--out", type=Path, help="results as .json; the table is written next to it")
     parser.add_argument("--plots", type=Path, help="folder for the plots")
     parser.add_argument("--measured", type=Path, help="measured runs to draw; default: the newest in results/")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.case:
+        print("\n".join(markdown_table(HEADS, [row for text in options.case for row in _pipelines(text)])))
+        return 0
     quick = ROOT / "runs" / "scaling"
     out = options.out or (quick / "scaling.json" if options.quick else RESULTS / f"{date.today()}-scaling.json")
     plots = options.plots or (quick if options.quick else ROOT / "docs")

@@ -16,6 +16,7 @@ import torch
 from benchmarks.planner.megatron_pipeline import Pipeline, fastest_pipeline, megatron_policy
 from benchmarks.planner.published_runs import FITTED, ROWS, SEQ
 from benchmarks.planner.replay import choices_of, fitted_machine, replays
+from fourfold.axes import AXES
 from fourfold.models.config import config
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Candidate, Task
@@ -94,6 +95,11 @@ def rounded(value: float) -> float:
 def fourfold(case: Case) -> Best:
     """Search every grid, rank order and policy."""
     return _searched(case, Space(), top=MORE_GRIDS if case.devices >= MANY_DEVICES else SHOWN)
+
+
+def fourfold_with_pipe(case: Case) -> Best:
+    """Search pipelines as well. The study is older than they are; `scaling.py --case` compares them with Megatron's."""
+    return _searched(case, Space(axes=AXES))
 
 
 def megatron(case: Case) -> Best:
