@@ -42,6 +42,11 @@ def measure_norms(parameters: Iterable[nn.Parameter], owner: NormOwner | None = 
     gradients = _complete_gradients(parameters)
     owner = _owner_of(parameters) if owner is None else owner
     if owner is None and not parameters:
+        if Grid.with_pipe:
+            raise ValueError(
+                "no parameters for a norm: if this pipe rank has none of those that others give, these wait for its "
+                "part; give the parameters of the whole model, model.parameters(), on all ranks"
+            )
         return torch.zeros(()), torch.zeros(0)
     grid = Grid.of(parameters[0]) if owner is None else owner.grid
     shards: list[Tensor] = []

@@ -18,7 +18,7 @@ from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import NoReturn, Protocol, TypeVar, cast
+from typing import ClassVar, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -59,6 +59,8 @@ class Grid:
     """
 
     _made = itertools.count(1)
+    with_pipe: ClassVar[WeakSet[Grid]] = WeakSet()
+    """The grids of this process that have pipe ranks."""
 
     def __init__(
         self,
@@ -165,6 +167,8 @@ class Grid:
         """The recorded steps that contain collectives of this grid."""
         # torch caches the placements of DTensor operations by mesh, and takes meshes of equal shape for the same one
         self.mesh._thread_id = -next(self._made)
+        if shape.pipe > 1:
+            self.with_pipe.add(self)
         install_torch_hooks()
         setattr(self.mesh, GRID, self)  # for `Grid.of`
 

@@ -168,6 +168,7 @@ def what_is_refused(case: Case) -> dict[str, str]:
         "norm of torch": lambda: clip_grad_norm_(model.parameters(), 1.0),
         "torch's own total": lambda: nn.utils.get_total_norm([p.grad for p in model.parameters()]),
         "scaler of torch": lambda: scaler.unscale_(torch.optim.SGD(model.parameters())),
+        "a norm without parameters": lambda: ff.clip_grad_norm_([], 1.0),
         "any module": lambda: ff.parallelize(nn.Linear(4, 4), model.grid),
         "a layer of another rank": lambda: model.layers[3 if model.grid.coords["pipe"] == 0 else 0](None),
         "no layer for a rank": lambda: model_of(Case(case.shape, Policy(stages=Stages((0, 6, 6), (0, 1))))),
@@ -186,6 +187,7 @@ def test_what_a_pipeline_cannot_do_is_refused_with_a_way_out(ranks) -> None:
         assert "call ff.clip_grad_norm_(model.parameters(), max_norm)" in said["norm of torch"]
         assert said["torch's own total"] == said["norm of torch"]
         assert "use Policy(compute_dtype=torch.bfloat16)" in said["scaler of torch"]
+        assert "the parameters of the whole model" in said["a norm without parameters"]
         assert "use pipe=1" in said["any module"]
         assert "on another rank along pipe" in said["a layer of another rank"]
         assert "leaves pipe rank 1 without a layer" in said["no layer for a rank"]
