@@ -68,7 +68,7 @@ ORDER = [
 """A file may import only from what stands before it. Folders count as one; inside them `INSIDE` holds."""
 
 INSIDE = {
-    "schedule": ["__init__", "stages", "action", "named", "play", "find", "choose", "text"],
+    "schedule": ["__init__", "stages", "action", "named", "play", "find", "choose", "receives", "text"],
     "nn": [
         "rng", "layer", "lora", "linear", "norm", "loss", "embedding", "attention",
         "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
@@ -95,7 +95,8 @@ INSIDE = {
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
-        "report", "import_export", "calibrate", "plan", "schedule", "checkpoint", "cluster_scripts", "demo",
+        "report", "import_export", "calibrate", "plan_numbers", "plan", "schedule", "checkpoint",
+        "cluster_scripts", "demo",
     ],
 }  # fmt: skip
 

@@ -250,6 +250,23 @@ def quantity(text: str) -> float:
     return value
 
 
+def devices(text: str) -> int | list[int]:
+    """Parse a number of devices such as `64`, or the first and the last of several, such as `64..1024`, each twice the
+    one before it."""
+    found = re.fullmatch(r"(\d+)\.\.(\d+)", text, re.ASCII)
+    if found is None:
+        return whole(text)
+    first, last = int(found[1]), int(found[2])
+    if not 1 <= first <= last:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a range of devices; write the first and last, at least 1, such as 64..1024"
+        )
+    numbers = [first]
+    while 2 * numbers[-1] <= last:
+        numbers.append(2 * numbers[-1])
+    return numbers if numbers[-1] == last else [*numbers, last]
+
+
 def steps(text: str) -> range:
     """Parse the steps `7`, or `7-9` with both ends included."""
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
@@ -354,7 +371,7 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     Examples:
       fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M
       fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --why x=4,data=256
-      fourfold plan --model llama-3-8b --machine dgx-h100 --devices 64 --batch-tokens 4M --tokens 300G --price 2.5
+      fourfold plan --model llama-3-70b --machine dgx-h100 --devices 64..1024 --tokens 300G --price 2.5
       fourfold plan --model my/config.json --machine here.toml --devices 64 --batch-tokens 4M --html plan.html
       fourfold plan --model package.module:function --seq 2048 --machine here.toml --devices 8 --batch-tokens 64k
     """
@@ -363,7 +380,8 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     option(asked, "--model", model, metavar="NAME", required=True)
     machine = "a packaged machine such as perlmutter, or a machine file (.toml) from fourfold calibrate"
     option(asked, "--machine", machine, metavar="NAME", required=True)
-    option(asked, "--devices", "number of devices", whole, required=True)
+    number_of = "number of devices, or the first and last of several to compare, such as 64..1024"
+    option(asked, "--devices", number_of, devices, "N", required=True)
     tokens = "tokens per step, such as 16.8M or 512k; default: by the size of the model, as in fourfold train"
     option(asked, "--batch-tokens", tokens, quantity, "N")
     option(asked, "--seq", "tokens per sequence; default: the model's", whole)

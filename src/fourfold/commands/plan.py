@@ -16,6 +16,7 @@ import torch
 from fourfold import models
 from fourfold.atomic import write_json, write_text
 from fourfold.axes import AXES
+from fourfold.commands.plan_numbers import compare_numbers
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
 from fourfold.models.open import ModelBuilder, open_model, why_data_only
@@ -64,6 +65,11 @@ def plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         _say(note)
     if reason := why_data_only(opened.model):
         raise ValueError(f"--model {options.model}: {reason}")
+    if isinstance(options.devices, list):
+        if not isinstance(opened.model, ModelConfig):
+            raise ValueError(f"--model {options.model}: your own module is planned for one number of --devices")
+        task = task_of(options, opened.model, machine, max(options.devices))
+        return compare_numbers(options, task, name_of(options.model))
     if isinstance(opened.model, ModelConfig):
         found = plan_model(options, opened.model, machine)
         facts = model_facts(opened.model, name_of(options.model))
@@ -90,8 +96,10 @@ def check(options: argparse.Namespace) -> None:
     """Raise before the search if an option makes no sense."""
     for name in ("devices", "top", "seq"):
         value = getattr(options, name)
-        if value is not None and value < 1:
+        if isinstance(value, int) and value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")
+    if isinstance(options.devices, list):
+        check_numbers(options)
     if options.price is not None and not 0 < options.price < inf:
         raise ValueError(f"--price {options.price:g}: it must be above 0")
     if options.price is not None and options.tokens is None:
@@ -109,8 +117,21 @@ def check(options: argparse.Namespace) -> None:
             raise FileNotFoundError(f"--{name} {path}: the folder {Path(path).parent} does not exist; make it first")
 
 
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raise if several numbers of devices are asked for, and something that shows one plan."""
+    for name in ("why", "config", "html", "trace"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} shows one plan; give one number of --devices, not several")
+
+
 def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> GridPlan:
     """Plan a reference model."""
+    task = task_of(options, config, machine, options.devices)
+    return search(task, options.devices, space=Space(axes=AXES), top=options.top)
+
+
+def task_of(options: argparse.Namespace, config: ModelConfig, machine: Machine, devices: int) -> Task:
+    """Return the question about a reference model, whose batch so many devices can share."""
     seq = options.seq or sequence(config, on_gpu=machine.device != "cpu")
     if config.positions == "learned" and seq > config.seq:
         raise ValueError(
@@ -118,8 +139,7 @@ def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machin
             "less, or a model with rotary positions, such as llama-3-8b"
         )
     # `fourfold train` records the steps of its models unless its config turns that off
-    task = replace(make_task(options, config, machine, seq), captured=True)
-    return search(task, options.devices, space=Space(axes=AXES), top=options.top)
+    return replace(make_task(options, config, machine, seq, devices), captured=True)
 
 
 def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machine) -> GridPlan:
@@ -133,7 +153,7 @@ def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machi
             f"--config: fourfold train cannot train the module {options.model}; write your own training loop"
         )
     placeholder = models.config("gpt-tiny")  # a task needs a config, but the search for a module never reads it
-    task = make_task(options, placeholder, machine, options.seq)
+    task = make_task(options, placeholder, machine, options.seq, options.devices)
     return search_built(task, build, options.devices, progress=_say)
 
 
@@ -149,18 +169,18 @@ def name_of(model: str) -> str:
     return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
-def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine, seq: int) -> Task:
-    """Return the question for the planner: a model, a machine and a batch."""
-    if options.devices > machine.devices_per_node and machine.between is None:
+def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine, seq: int, devices: int) -> Task:
+    """Return the question for the planner: a model, a machine and a batch for so many devices."""
+    if devices > machine.devices_per_node and machine.between is None:
         raise ValueError(
-            f"--devices {options.devices}: {machine.name} is one node with {machine.devices_per_node} devices: its "
+            f"--devices {devices}: {machine.name} is one node with {machine.devices_per_node} devices: its "
             "file has no [between]; use a machine with a network, or fewer devices"
         )
     tokens = options.batch_tokens
     if tokens is None:
         tokens = batch_tokens(config, on_gpu=machine.device != "cpu")
         _say(f"{tokens:,} tokens per step, the default of fourfold train for a model of this size (--batch-tokens)")
-    rows = rows_near(tokens, seq, options.devices)
+    rows = rows_near(tokens, seq, devices)
     if abs(rows * seq - tokens) > 0.01 * tokens:  # less than 1% is not worth a line
         _say(f"the batch has {rows} sequences, {rows * seq:,} tokens: the nearest number that grids divide")
     compute = torch.bfloat16 if "bf16" in machine.gemm else torch.float32

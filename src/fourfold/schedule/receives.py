@@ -74,7 +74,7 @@ def when_sent(schedule: Schedule, rank: int) -> Receives:
 
 @lru_cache(maxsize=16)
 def _simulated(schedule: Schedule) -> tuple[Receives, ...]:
-    return Simulation(schedule).run()
+    return SharedQueues(schedule).run()
 
 
 class Line:
@@ -101,7 +101,7 @@ class RankState:
     """The result of the last action waits to be sent."""
 
 
-class Simulation:
+class SharedQueues:
     """Ranks whose sends wait until the message before them is being received."""
 
     def __init__(self, schedule: Schedule) -> None:
