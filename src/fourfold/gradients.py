@@ -404,7 +404,7 @@ class Gradients:
         for key, gradient in zip(keys, gradients, strict=True):
             if key not in self._left_out:
                 self._add(key, gradient)
-        if not self._sums_wait:
+        if not self._sums_wait and self._bucket is not None and self._final(self._bucket[1]):
             self._begin_final_sums()
 
     @contextmanager
