@@ -23,10 +23,10 @@ CASES = [
     Case("first step", "Ctrl-C", 2),
     Case("save", "SIGTERM", 2),
     Case("resume", "SIGTERM", 2),
-    Case("step", "stop", 2, "pipe=2"),
 ]
 
 SLOW = [
+    Case("step", "stop", 2, "pipe=2"),
     Case("step", "kill", 4, "pipe=2,x=2"),
     Case("save", "kill", 4, "pipe=4"),
     Case("step", "NaN", 2),
