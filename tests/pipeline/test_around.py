@@ -171,7 +171,7 @@ def what_is_refused(case: Case) -> dict[str, str]:
         "a norm without parameters": lambda: ff.clip_grad_norm_([], 1.0),
         "any module": lambda: ff.parallelize(nn.Linear(4, 4), model.grid),
         "a layer of another rank": lambda: model.layers[3 if model.grid.coords["pipe"] == 0 else 0](None),
-        "no layer for a rank": lambda: model_of(Case(case.shape, Policy(stages=Stages((0, 6, 6), (0, 1))))),
+        "no layer for a rank": lambda: model_of(Case(case.shape, Policy(stages=Stages((0, 3, 3, 6), (0, 1, 0))))),
         "stages of another model": lambda: model_of(Case(case.shape, Policy(stages=Stages.even(7, 2)))),
         "an unknown schedule": lambda: forward_backward(
             model_of(Case(case.shape, Policy(schedule="2f2b"))), rows_of(case, model.grid)

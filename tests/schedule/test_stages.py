@@ -31,14 +31,13 @@ def test_even_stages_hold_every_unit_once(layers: int, pipe: int, chunks: int) -
 
 
 def test_uneven_and_empty_stages() -> None:
-    stages = Stages((0, 0, 1, 4, 6), (0, 1, 2, 3), ("none", "none", "block", "none"))
+    stages = Stages((0, 1, 1, 4, 6), (0, 1, 2, 3), ("none", "none", "block", "none"))
     assert stages.layers == 4
     assert list(map(stages.layers_of, range(4))) == [range(0), range(0), range(3), range(3, 4)]
-    assert [stages.has_embedding(stage) for stage in range(4)] == [False, True, False, False]
+    assert [stages.has_embedding(stage) for stage in range(4)] == [True, False, False, False]
     assert [stages.has_head(stage) for stage in range(4)] == [False, False, False, True]
-    alone = Stages((0, 3, 4, 4), (0, 1, 2))  # the head in a stage of its own, and an empty one after it
-    assert list(map(stages.layers_of, range(2))) == [range(0), range(0)]
-    assert [alone.has_head(stage) for stage in range(3)] == [False, True, False]
+    alone = Stages((0, 3, 3, 4), (0, 1, 2))  # the head in a stage of its own, and an empty one before it
+    assert [alone.has_head(stage) for stage in range(3)] == [False, False, True]
     assert [len(alone.layers_of(stage)) for stage in range(3)] == [2, 0, 0]
 
 
@@ -49,6 +48,8 @@ def test_uneven_and_empty_stages() -> None:
         (((0, 3, 2, 4), (0, 1, 2)), "stage 1 begins at unit 3 and ends before unit 2; cuts must not decrease"),
         (((1, 2, 4), (0, 1)), "miss a unit: the first must be 0, the embedding, and the last the number of units"),
         (((0, 1, 1), (0, 1)), "miss a unit"),
+        (((0, 0, 3, 6), (0, 1, 0)), "the first takes the tokens and needs the embedding"),
+        (((0, 3, 6, 6), (0, 1, 0)), "the last computes the loss and needs the head"),
         (((0, 2, 4), (0, 2)), "pipe rank 1 has no stage; give it one, if an empty one"),
         (((0, 2, 4), (0, 1), ("none",)), "recompute names 1 kinds for 2 stages: give one for each stage"),
     ],

@@ -1,8 +1,8 @@
 """Which units of a model stand in which stage of a pipeline, and which pipe rank holds a stage. Pure arithmetic.
 
 The units of a model with L layers are its embedding (unit 0), its layers (units 1 to L) and its head with the loss
-(unit L + 1). A stage is a range of units, which may be empty: an empty stage passes on what it receives. A pipe rank
-may hold several stages, its chunks.
+(unit L + 1). A stage is a range of units, which may be empty between the first stage and the last: an empty stage
+passes on what it receives. A pipe rank may hold several stages, its chunks.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ class Stages:
             raise ValueError(
                 f"cuts {self.cuts} miss a unit: the first must be 0, the embedding, and the last the number of units, "
                 "which is the number of layers + 2"
+            )
+        if self.cuts[1] == 0 or self.cuts[-2] == self.cuts[-1]:
+            raise ValueError(
+                f"cuts {self.cuts} leave the first or the last stage empty: the first takes the tokens and needs the "
+                "embedding, the last computes the loss and needs the head; only stages between them may be empty"
             )
         if set(self.placement) != set(range(self.pipe)):
             without = min(set(range(self.pipe)) - set(self.placement))
