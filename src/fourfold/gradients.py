@@ -335,6 +335,12 @@ class Gradients:
         for parameter, _ in self.parameters.values():
             parameter.grad = None
 
+    def give_up_step(self) -> None:
+        """Expect no further passes of an announced step, which failed; the next pass waits for what is in flight."""
+        self._to_begin = self._to_finish = 0
+        self._summing = False
+        self.engine.wgrad_queue.forget()
+
     def _give_up(self) -> None:
         """End all passes without completing their gradients."""
         self._passes.clear()

@@ -163,6 +163,8 @@ class Grid:
         """The numbers of micro-batches that all ranks of a pipeline have agreed on."""
         self.connected: set[tuple[int, ...]] = set()
         """The placements of stages between whose ranks messages have travelled."""
+        self.broken_off = ""
+        """The error that ended a step of a pipeline before all its messages had arrived; empty if there was none."""
         self.graphs: WeakSet[CommunicatorUser] = WeakSet()
         """The recorded steps that contain collectives of this grid."""
         # torch caches the placements of DTensor operations by mesh, and takes meshes of equal shape for the same one

@@ -15,8 +15,8 @@ in one order.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -229,6 +229,11 @@ class PipelineStep:
         self._receiving: dict[PipeMessage, Pending[Tensor]] = {}
         self._sent: list[Sending] = []
         self.device = device = batches[0].halves[0].tokens.device
+        if self.grid.broken_off:
+            raise RuntimeError(
+                f"an earlier step of this pipeline broke off with {self.grid.broken_off}, and its messages may still "
+                "be on their way between stages, where this step would take them for its own; start the ranks again"
+            )
         if device.type != "meta":  # a dry run sends nothing, and may run on one rank alone
             connect(self.grid, self.stages)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -244,12 +249,25 @@ class PipelineStep:
         order = self.schedule.orders[self.here]
         gradients, prefetcher = self.model.gradients, self.engine.prefetcher
         gradients.begin_step(sum(action.kind == "F" for action in order), until_end_step=True)
-        prefetcher.keep(self.model.policy.gather_weights)
-        for action in order:
-            prefetcher.begin_stage(action.stage)
-            self.act(action)
-        prefetcher.keep("use")
-        self.finish_backward()
+        with self.may_break_off():
+            prefetcher.keep(self.model.policy.gather_weights)
+            for action in order:
+                prefetcher.begin_stage(action.stage)
+                self.act(action)
+            prefetcher.keep("use")
+            self.finish_backward()
+
+    @contextmanager
+    def may_break_off(self) -> Iterator[None]:
+        """Leave the model ready for another step if an error ends this one, but refuse to mix their messages."""
+        try:
+            yield
+        except BaseException as error:
+            self.engine.prefetcher.keep("use")
+            self.model.gradients.give_up_step()
+            if self.stages.pipe > 1:
+                self.grid.broken_off = f"{type(error).__name__}: {error}"
+            raise
 
     @property
     def holds_graphs(self) -> bool:
@@ -430,9 +448,10 @@ def run_plain(model: StagedModel, batch: MicroBatch, count: Tensor | int | None)
     with torch.set_grad_enabled(trains):
         if trains and not model.gradients.accumulating:
             model.gradients.begin_step(len(forward), until_end_step=True)
-        for action in forward:
-            step.act(action)
-    step._wait_for_sends()
+        with step.may_break_off():
+            for action in forward:
+                step.act(action)
+            step._wait_for_sends()
     if not batch.has_targets:
         logits = _on_all_ranks(model, batch, step)
         return LogitsWithoutBackward.apply(logits, _anchor(logits)) if torch.is_grad_enabled() else logits
@@ -488,9 +507,10 @@ class PlainBackward(torch.autograd.Function):
                 "trained parameters, or freeze the others before the pass"
             )
         step.scale = gradient
-        for action in ctx.actions:
-            step.act(action)
-        step.finish_backward()
+        with step.may_break_off():
+            for action in ctx.actions:
+                step.act(action)
+            step.finish_backward()
         return (None, None, None, torch.zeros_like(gradient), *[None] * (len(ctx.needs_input_grad) - 4))
 
 

@@ -12,12 +12,13 @@ from torch.nn import functional
 
 import fourfold as ff
 import plain
+from fourfold.models.transformer import TransformerBlock
 from fourfold.nn.layer import specs_of
 from fourfold.pipeline import forward_backward
 from fourfold.policy import Policy
 from fourfold.schedule.stages import Stages
 from fourfold.shape import Shape
-from pipeline.test_around import errors_of, model_of, rows_of
+from pipeline.test_around import errors_of, gradients_of, model_of, rows_of
 from pipeline.test_pipeline import SEED, Case, slice_of
 
 Pair = tuple[Tensor, Tensor]
@@ -157,3 +158,41 @@ def test_what_forward_backward_refuses_it_refuses_on_all_ranks(ranks) -> None:
         assert "give the targets to model(tokens, targets)" in said["own loss"]
         assert "below vocab=53" in said["wrong ids"]
         assert said["left of refused rows"] == ""
+
+
+def broken_off(case: Case) -> dict[str, Any]:
+    """What a step raises that fails on all ranks, and what a pass raises or computes after it."""
+    model = model_of(case)
+    rows = rows_of(case, model.grid)
+    model(*rows[0]).backward()
+    wanted = gradients_of(model)
+    passes = iter([False] * (1 - model.grid.coords["pipe"]))  # rank 1 fails before it would wait for rank 0
+
+    def fail(*_: Any) -> None:
+        if next(passes, True):
+            raise RuntimeError("out of luck")
+
+    layer = next(each for each in model.layers if isinstance(each, TransformerBlock))
+    failing = layer.register_forward_hook(fail)
+    said = errors_of({"first": lambda: forward_backward(model, rows)})
+    failing.remove()
+    model.zero_grad()
+    said |= errors_of({"then": lambda: model(*rows[0]).backward()})
+    if said["then"] != "nothing":
+        return said
+    found = gradients_of(model)
+    return {**said, "off": max((found[name] - wanted[name]).abs().max().item() for name in wanted)}
+
+
+@pytest.mark.parametrize("case", [Case(Shape(data=2)), Case(Shape(pipe=2))], ids=str)
+def test_after_a_step_that_broke_off_gradients_are_complete_or_the_pipeline_refuses(ranks, case: Case) -> None:
+    pool = ranks(2)
+    results = pool.run(broken_off, case)
+    pool.close()  # messages of the step are left between these ranks
+    for found in results:
+        assert "out of luck" in found["first"]
+        if case.shape.pipe == 1:
+            assert (found["then"], found["off"]) == ("nothing", 0.0)
+        else:
+            assert "broke off with RuntimeError: out of luck" in found["then"]
+            assert "start the ranks again" in found["then"]
