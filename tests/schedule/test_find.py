@@ -214,6 +214,7 @@ def test_2048_take_a_tenth_of_a_second(placement: str, hop: float) -> None:
     ("change", "said"),
     [
         ({"memory": 0.5}, "memory=0.5: rank 0 keeps 1 for one micro-batch, so no schedule fits; allow at least that"),
+        ({"memory": float("nan")}, "memory=nan: rank 0 keeps 1 for one micro-batch, so no schedule fits"),
         ({"memory": [1, 2, 3]}, "3 limits of memory for 2 ranks: give one number, or one for each rank"),
         ({"micro_steps": 0}, "micro-batches=0: a schedule needs at least 1"),
         ({"weights": [1]}, "1 weights for 2 stages: give one number for each stage"),

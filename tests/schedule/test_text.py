@@ -14,7 +14,7 @@ from fourfold.schedule.find import find
 from fourfold.schedule.named import BUILDERS, named
 from fourfold.schedule.play import equal_seconds, play
 from fourfold.schedule.stages import place
-from fourfold.schedule.text import from_csv, picture, plain, slot_seconds, summary, to_csv
+from fourfold.schedule.text import MOST_DRAWN, from_csv, picture, plain, slot_seconds, summary, to_csv
 
 
 def drawn(name: str, pipe: int, chunks: int, micro: int, width: int | None = None) -> tuple[list[str], str]:
@@ -184,3 +184,9 @@ def test_actions_that_torch_runs_together_follow_each_other() -> None:
 def test_files_that_make_no_sense(text: str, said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
         from_csv(text)
+
+
+def test_a_picture_has_an_end_however_long_messages_take() -> None:
+    """Slots of an action would be 1e300 beside such messages."""
+    played = play(named("1f1b", 2, 1, 2), equal_seconds(1, 1, 1, 2, 1), hop=1e300)
+    assert played.makespan / slot_seconds(played) <= MOST_DRAWN

@@ -107,7 +107,7 @@ class _ListSearch:
             self.work[rank] += micro_steps * sum(self.ticks[kind][stage] for kind in "FBW")
         self.whole = [sum(self.weights[s] for s in range(stages) if placement[s] == rank) for rank in range(pipe)]
         for rank in range(pipe):
-            if self.memory[rank] < self.whole[rank]:
+            if not self.memory[rank] >= self.whole[rank]:  # nan neither
                 raise ValueError(
                     f"memory={self.memory[rank]:g}: rank {rank} keeps {self.whole[rank]:g} for one micro-batch, so "
                     "no schedule fits; allow at least that, or make micro-batches smaller"

@@ -27,6 +27,8 @@ TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 
 BUBBLE, GOES_ON = ".", "-"
 """What a slot shows in which a rank waits, and one in which an action goes on that began before it."""
+MOST_DRAWN = 20_000
+"""The most slots of a picture."""
 MOST_SLOTS = 8
 """Slots of the longest action: where that needs smaller slots, starts and ends are rounded to slots."""
 STYLES = {"F": "black on bright_blue", "B": "black on bright_green", "W": "black on bright_yellow"}
@@ -122,7 +124,10 @@ def picture(played: Played, width: int | None = None) -> tuple[list[PictureLine]
 
 
 def slot_seconds(played: Played) -> float:
-    """Return the seconds of a slot: the longest that divides every action, if none has more than `MOST_SLOTS` then."""
+    """Return the seconds of a slot: the longest that divides every action, if none has more than `MOST_SLOTS` then.
+
+    Where messages take so much longer than actions that this would be too many, a slot is longer.
+    """
     times = {span.end - span.start for spans in played.spans for span in spans} - {0.0}
     if not times:
         return 1.0
@@ -131,7 +136,8 @@ def slot_seconds(played: Played) -> float:
     close = all(
         abs(float(each) * max(times) - seconds) < 1e-6 * max(times) for each, seconds in zip(exact, times, strict=True)
     )
-    return float(common if close and common * MOST_SLOTS >= 1 else Fraction(1, MOST_SLOTS)) * max(times)
+    slot = float(common if close and common * MOST_SLOTS >= 1 else Fraction(1, MOST_SLOTS)) * max(times)
+    return max(slot, played.makespan / MOST_DRAWN)
 
 
 def _slots(span: ActionSpan, slot: float) -> range:
