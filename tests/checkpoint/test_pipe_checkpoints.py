@@ -155,6 +155,7 @@ def test_any_grid_loads_what_any_other_has_saved(ranks, tmp_path: Path, kind: Ki
 PIPE = Side(Shape(pipe=2))
 
 
+@pytest.mark.slow
 def test_the_record_says_who_held_what(ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table that two pipe ranks hold is written once; what all hold, or each has a row of, lists no ranks."""
     ranks(2).run(trained, tmp_path, TIED, PIPE)
@@ -393,6 +394,7 @@ def with_torch(folder: Path) -> bool:
     return equal(everything(other, its_optimizer), everything(model, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, about its storage
 def test_torch_writes_and_reads_the_state_of_a_pipeline(ranks, tmp_path: Path) -> None:
     assert ranks(2).run(with_torch, tmp_path / "dcp") == [True, True]

@@ -243,6 +243,7 @@ def groups_by_gathering() -> list[tuple]:
     return found
 
 
+@pytest.mark.slow
 def test_a_grid_alone_never_communicates_inside_a_larger_job(ranks) -> None:
     # the other ranks do nothing meanwhile: one collective would wait for ever
     assert ranks(4).run(train_on_rank_2_only) == [None, None, (1, {}), None]

@@ -307,7 +307,7 @@ def test_a_region_takes_inputs_of_many_kinds(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("recompute", ["none", "attention"])
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize("name", [pytest.param("gpt-tiny", marks=pytest.mark.slow), "llama-tiny"])
 def test_a_compiled_training_step_computes_the_same(name: str, recompute: Recompute, tracing: list[str]) -> None:
     """Without recompute a block is one compiled function, otherwise what lies between its products is compiled."""
     config = ff.models.config(name, layers=2, qk_norm=name == "llama-tiny")

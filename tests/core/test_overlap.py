@@ -115,7 +115,7 @@ def in_halves(shape: Shape, name: str, options: dict) -> float:
 @pytest.mark.parametrize(
     ("shape", "name", "options"),
     [
-        (Shape(x=2, z=2), "llama", {"recompute": "block"}),
+        pytest.param(Shape(x=2, z=2), "llama", {"recompute": "block"}, marks=pytest.mark.slow),
         (Shape(x=2, y=2), "gpt", {}),
         (Shape(y=2, data=2), "gpt", {"recompute": "attention", "loss_chunk": 7}),
     ],

@@ -92,7 +92,7 @@ def on_ranks(case: Case) -> list[tuple[object, ...]]:
     return [dataclasses.astuple(record) for record in records]
 
 
-SOME = [pytest.param(case, marks=[pytest.mark.slow] if place % 3 else []) for place, case in enumerate(CASES)]
+SOME = [pytest.param(case, marks=[pytest.mark.slow] if place % 5 else []) for place, case in enumerate(CASES)]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)

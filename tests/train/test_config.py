@@ -535,8 +535,11 @@ def test_the_model_gets_the_overlap_asked_for() -> None:
     assert found.keep_weights
 
 
+LARGER = [pytest.param(*each, marks=pytest.mark.slow) for each in ((6, False), (8, True))]
+
+
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
-@pytest.mark.parametrize(("ranks", "on_gpu"), [(1, False), (2, True), (3, False), (4, False), (6, False), (8, True)])
+@pytest.mark.parametrize(("ranks", "on_gpu"), [(1, False), (2, True), (3, False), (4, False), *LARGER])
 def test_an_automatic_grid_fits(name: str, ranks: int, on_gpu: bool) -> None:
     for activations, rows, micro_steps in (
         ("sharded", 16, 1),
@@ -587,6 +590,7 @@ def test_why_a_grid_is_taken_is_said_once_in_one_line() -> None:
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_a_grid_is_found_on_the_machine_that_is_named() -> None:
     said: list[str] = []
     for name, part in (("perlmutter", " on perlmutter; "), ("auto", "no packaged machine has an unknown GPU")):

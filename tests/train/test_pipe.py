@@ -50,7 +50,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+SOME = [pytest.param(case, marks=[pytest.mark.slow] if place % 3 else []) for place, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_curves_are_those_of_one_process(ranks: Any, folder: Path, case: Case) -> None:
     """Losses, norms and evaluations: clipping, optimizers, LoRA and packed documents know nothing of stages."""
     changes = {**FOUR, **case.data, "train.evaluate_every": 2}

@@ -63,7 +63,7 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("ignore:Adapter 'default'")  # peft takes the bias of a pair for a shard that is flat
-@pytest.mark.parametrize("each", share(CASES, 11), ids=str)
+@pytest.mark.parametrize("each", share(CASES, 13), ids=str)
 def test_lora_on_a_grid_equals_the_plain_model(ranks, each: Adapted) -> None:
     pool = ranks(4)
     pool.start(on_ranks, each)

@@ -42,8 +42,8 @@ GRADIENTS = KINDS.index("gradients")
 REHEARSED_LAYERS = 2
 """Layers that are rehearsed: backward of the first begins as it would in the middle of a model, with products of the
 layer above still queued."""
-ADAM_NBYTES = 8.0
-"""Bytes of AdamW's two fp32 moments, per parameter."""
+MOMENTS = 2
+"""Tensors of AdamW's state for each parameter, in the parameter's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Memory:
 
 
 def peak_memory(
-    sizes: LocalSizes, *, micro_steps: int = 1, optimizer_bytes_per_parameter: float = ADAM_NBYTES
+    sizes: LocalSizes, *, micro_steps: int = 1, optimizer_bytes_per_parameter: float | None = None
 ) -> Memory:
     """Return one rank's peak in a step after the first, so that the optimizer's state exists."""
     return MemoryReading(sizes, micro_steps, optimizer_bytes_per_parameter).memory()
@@ -86,7 +86,7 @@ def kept_for_backward(sizes: LocalSizes) -> int:
 
 
 def peak_memory_of_pipe(
-    sizes: LocalSizes, schedule: Schedule, *, optimizer_bytes_per_parameter: float = ADAM_NBYTES
+    sizes: LocalSizes, schedule: Schedule, *, optimizer_bytes_per_parameter: float | None = None
 ) -> Memory:
     """Return the peak of a rank that walks its order of a schedule, in a step after the first.
 
@@ -358,7 +358,7 @@ class MemoryReading:
         self,
         sizes: LocalSizes,
         micro_steps: int = 1,
-        optimizer_nbytes: float = ADAM_NBYTES,
+        optimizer_nbytes: float | None = None,
         *,
         part: ModelPart | None = None,
         recompute: Recompute | None = None,
@@ -373,7 +373,8 @@ class MemoryReading:
         self.least_gradients = self.parameters if micro_steps > 1 else 0
         """Bytes of gradients that exist from the first micro-step on."""
         self.replicas = sizes.shape.sizes[REPLICA] if sizes.policy.shard_optimizer else 1
-        self.optimizer = ceil(sizes.parameters / self.replicas * optimizer_nbytes)
+        each = MOMENTS * item if optimizer_nbytes is None else optimizer_nbytes
+        self.optimizer = ceil(sizes.parameters / self.replicas * each)
         self.layer_gradients = sizes.layer_shard * item
         self.head_gradients = sizes.shard_elements((sizes.structure.table,)) * item if self.part.head else 0
         self.casts = sizes.parameters * sizes.structure.compute_itemsize if sizes.structure.keeps_casts else 0
