@@ -146,11 +146,12 @@ def with_and_without(shape: Shape, halves: int, options: dict, scenarios: list[C
     [
         (Shape(z=2), 1, {}, [weights_change_in_between, evaluation_in_between, a_copy_beside_it, inference_first]),
         (Shape(data=2), 1, {}, [two_forwards_one_backward, a_part_of_the_graph_first, frozen_then_trained]),
-        (
+        pytest.param(
             Shape(x=2),
             2,
             {"loss_chunk": 4, "recompute": "block"},
             [optimizer_steps_in_between, two_forwards_one_backward, a_failure_before_it],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["z=2", "data=2", "x=2"],

@@ -15,6 +15,7 @@ from fourfold.grid import Shape
 from fourfold.params import local_of
 from fourfold.policy import Policy
 from harness import grid_of
+from share import others_slow
 
 CONFIG = ff.models.config("llama-tiny", layers=2, qk_norm=True, vocab=53)
 KINDS = ("none", "attention", "block")
@@ -61,14 +62,14 @@ def test_recompute_is_bitwise_equal_and_keeps_less(ranks, shape: Shape, dropout:
         assert block["kept"] < attention["kept"] < none["kept"]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Policy(overlap=APART),
-        Policy("replicated", overlap=APART),
-        Policy(keep_weights=True, keep_gathered=True, overlap=APART),
-    ],
-)
+POLICIES = [
+    Policy(overlap=APART),
+    Policy("replicated", overlap=APART),
+    Policy(keep_weights=True, keep_gathered=True, overlap=APART),
+]
+
+
+@pytest.mark.parametrize("policy", others_slow(POLICIES, 3))
 def test_what_runs_again_is_predicted(ranks, policy: Policy) -> None:
     """The full product of options is in `make soak`."""
     for dropout, kind in ((0.0, "attention"), (0.3, "block")):

@@ -39,7 +39,7 @@ def train(shape: Shape, policy: Policy, counted: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["sharded", "replicated"])
-@pytest.mark.parametrize("shape", share([Shape(x=2, z=2), Shape(x=2, y=2), Shape(y=2, data=2)], 2), ids=str)
+@pytest.mark.parametrize("shape", share([Shape(x=2, z=2), Shape(x=2, y=2), Shape(y=2, data=2)], 3), ids=str)
 def test_chunks_change_nothing_but_messages(ranks, shape: Shape, mode: str) -> None:
     for counted in (False, True):
         whole = ranks(4).run(train, shape, Policy(mode), counted)

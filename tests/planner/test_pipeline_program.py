@@ -23,6 +23,7 @@ from fourfold.schedule.stages import Stages
 from fourfold.shape import Shape
 from harness import grid_of
 from pipeline.test_pipeline import Case as ModelCase
+from share import others_slow
 
 ROWS, SEQ = 2, 8
 
@@ -74,7 +75,7 @@ def follow_the_code(case: Case) -> None:
         assert order(case.program(rank, optimizer=True).work) == order(dry.program), place
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", others_slow(CASES, 2), ids=str)
 def test_the_program_of_every_pipe_rank_is_what_the_code_does(alone, case: Case) -> None:
     alone(follow_the_code, case)
 
@@ -92,10 +93,7 @@ def on_ranks(case: Case) -> list[tuple[object, ...]]:
     return [dataclasses.astuple(record) for record in records]
 
 
-SOME = [pytest.param(case, marks=[pytest.mark.slow] if place % 5 else []) for place, case in enumerate(CASES)]
-
-
-@pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.parametrize("case", others_slow(CASES, 5), ids=str)
 def test_the_ledger_of_every_rank_is_the_program(ranks, case: Case) -> None:
     pool = ranks(case.shape.world)
     pool.start(on_ranks, case)

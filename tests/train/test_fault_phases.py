@@ -19,13 +19,13 @@ pytestmark = needs_proc
 
 CASES = [
     Case("start", "kill", 2),
-    Case("building", "SIGTERM", 2),
     Case("first step", "Ctrl-C", 2),
     Case("save", "SIGTERM", 2),
-    Case("resume", "SIGTERM", 2),
 ]
 
 SLOW = [
+    Case("building", "SIGTERM", 2),
+    Case("resume", "SIGTERM", 2),
     Case("step", "stop", 2, "pipe=2"),
     Case("step", "kill", 4, "pipe=2,x=2"),
     Case("save", "kill", 4, "pipe=4"),

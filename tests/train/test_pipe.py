@@ -25,6 +25,7 @@ from fourfold.train.loop import Run
 from fourfold.train.run_folder import JsonLines, MemorySink, RunEvent
 from harness import grid_of
 from runs import column, trained
+from share import others_slow
 
 STEPS = 4
 PLAIN: Changes = {"pipeline.schedule": "auto"}
@@ -50,10 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-SOME = [pytest.param(case, marks=[pytest.mark.slow] if place % 3 else []) for place, case in enumerate(CASES)]
-
-
-@pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.parametrize("case", others_slow(CASES, 3), ids=str)
 def test_curves_are_those_of_one_process(ranks: Any, folder: Path, case: Case) -> None:
     """Losses, norms and evaluations: clipping, optimizers, LoRA and packed documents know nothing of stages."""
     changes = {**FOUR, **case.data, "train.evaluate_every": 2}

@@ -114,11 +114,12 @@ def small(folder: Path, dtype: str, shape: Shape, **changes: Any) -> TrainConfig
 # --- what was saved goes on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "changes"),
     [
         (Shape(z=2), {"model__dropout": 0.1, "checkpoint__asynchronous": False}),
-        pytest.param(Shape(data=2), {"policy__shard_optimizer": True, "batch__micro_steps": 2}, marks=pytest.mark.slow),
+        (Shape(data=2), {"policy__shard_optimizer": True, "batch__micro_steps": 2}),
     ],
     ids=str,
 )

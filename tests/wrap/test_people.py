@@ -112,7 +112,7 @@ def test_what_people_write_is_exact_or_refused(ranks, shape: Shape) -> None:
     assert sum(verdict.kind == "exact" for verdict in found) > len(found) / 2
 
 
-@pytest.mark.parametrize("case", share(KEPT, 3), ids=str)
+@pytest.mark.parametrize("case", share(KEPT, 6), ids=str)
 def test_what_once_failed(ranks, case: Case) -> None:
     (verdict,) = verdicts(ranks, [case])
     assert not verdict.fault, f"{verdict.kind}: {verdict.said}"

@@ -46,7 +46,7 @@ def compared(name: str, shape: Shape, mode: str) -> list[str]:
     return differences(one, train(strange, model, grid, rows), grid)
 
 
-@pytest.mark.parametrize(("name", "shape", "mode"), share(CASES, 29), ids=str)
+@pytest.mark.parametrize(("name", "shape", "mode"), share(CASES, 43), ids=str)
 def test_recognised_modules_train_as_on_one_process(ranks, name: str, shape: Shape, mode: str) -> None:
     assert ranks(shape.world).run(compared, name, shape, mode) == [[]] * shape.world
 

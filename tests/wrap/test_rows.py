@@ -147,7 +147,7 @@ SHAPES = [Shape(z=2), Shape(data=2), Shape(x=2, z=2), Shape(z=2, data=2), Shape(
 CASES = [(body.__name__, shape) for body in NEEDS for shape in SHAPES]
 
 
-@pytest.mark.parametrize(("body", "shape"), share(CASES, 6), ids=str)
+@pytest.mark.parametrize(("body", "shape"), share(CASES, 9), ids=str)
 def test_rows_that_need_each_other(ranks, body: str, shape: Shape) -> None:
     for found in ranks(shape.world).run(train, shape, body, False):
         assert "ff.whole_batch(tensor) in" in found.get("said", "nothing was said"), found
