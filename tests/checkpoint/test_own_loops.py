@@ -228,6 +228,7 @@ def draw(folder: Path, resumes: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_masks_that_it_would_have_drawn(ranks, tmp_path: Path) -> None:
     first = ranks(4).run(draw, tmp_path / "last", False)[0]
     assert first[STEPS:] == first[SAVE_AT:STEPS]

@@ -205,6 +205,7 @@ def clip_too_early() -> None:
     ff.clip_grad_norm_(model.parameters(), 1.0)
 
 
+@pytest.mark.slow
 def test_gradients_of_weights_that_are_read_together_are_tensors_of_their_own() -> None:
     """They lie side by side in memory."""
     model = ff.models.build("gpt-tiny", ff.Grid.alone("cpu"))

@@ -287,6 +287,7 @@ def regions() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     ]
 
 
+@pytest.mark.slow
 def test_regions_between_collectives_trace_as_one_graph_and_compute_the_same() -> None:
     for function, args in regions():
         close(traced(function)(*args), function(*args))

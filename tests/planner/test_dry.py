@@ -166,6 +166,7 @@ def test_sizes_and_ranks_that_are_not_there_are_refused(alone) -> None:
         alone(dry.run, Case(Shape(2, 2, 2, 2), rows=0))
 
 
+@pytest.mark.slow
 def test_layers_take_little_time_each(alone) -> None:
     """soak_dry.py runs all 192 of them. A rank of 16,384 draws no number and holds no weight."""
     config = ff.models.config("gpt-640b", layers=4)

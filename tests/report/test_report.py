@@ -449,6 +449,7 @@ def test_a_sample_is_even_and_repeatable() -> None:
     assert median(found) == pytest.approx(1.5 * SAMPLED, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_long_run_is_downsampled_and_keeps_every_spike(tmp_path: Path) -> None:
     """The short version of soak_report.py: peak memory does not grow much with the steps, and the page not at all."""
     folder = write_long_run(tmp_path / "run", LONG, evaluations=LONG // 10, saves=LONG // 10)

@@ -201,6 +201,7 @@ def quickest(run: Callable[[], object]) -> float:
     return min(taken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["loop", "wave"])
 @pytest.mark.parametrize("hop", [0.0, 0.03])
 def test_2048_take_a_tenth_of_a_second(placement: str, hop: float) -> None:

@@ -634,6 +634,7 @@ def test_learned_positions_reach_as_far_as_a_sequence() -> None:
         resolved({"batch.seq": 64, "model.seq": 32})
 
 
+@pytest.mark.slow
 def test_a_resolved_config_resolves_to_itself() -> None:
     draw = random.Random(0)
     for _ in range(4):

@@ -65,6 +65,7 @@ def test_curves_are_those_of_one_process(ranks: Any, folder: Path, case: Case) -
         assert all(other[kind] == first[kind] for kind in ("loss", "grad_norm", "evaluation"))
 
 
+@pytest.mark.slow
 def test_cuts_schedule_and_pipe_itself_change_no_bit_of_an_untied_model(ranks: Any, folder: Path) -> None:
     changes = {**FOUR, "model.dropout": 0.1}
     one = alone("llama-tiny", "fp64", STEPS, folder, changes)

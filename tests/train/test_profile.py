@@ -99,6 +99,7 @@ def inside(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
     return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
 
 
+@pytest.mark.slow
 def test_a_profile_of_two_ranks(ranks, tmp_path: Path) -> None:
     """With an evaluation between the two steps, which the trace names and the summary does not count."""
     write_texts(tmp_path)

@@ -1025,6 +1025,7 @@ def wait_until(job: Job, there: Path, timeout: float = 120) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_sigterm_to_a_job_saves_on_all_ranks_and_another_number_goes_on(jobs: dict[str, Job], one: Ranks) -> None:
     """Sent to all of it, so that ranks get it a second time, from the launcher."""

@@ -85,6 +85,7 @@ def test_a_rank_that_skips_a_collective_is_named(said: dict[str, str]) -> None:
     assert "rank 3 all_gather[z] weights of 32 bytes in step 3" in text
 
 
+@pytest.mark.slow
 def test_who_dies_is_missed_by_those_who_wait_for_its_word(ranks, tmp_path: Path) -> None:
     """In the store, where no connection to it breaks, and long before the deadline."""
     ranks(4).run(ready)

@@ -176,7 +176,7 @@ SHAPES = [Shape(z=2), Shape(x=2, z=2), Shape(data=3), Shape(z=2, data=2), Shape(
 CASES = [(kind, shape) for kind in ("own", "hugging face", "reference") for shape in SHAPES]
 
 
-@pytest.mark.parametrize(("kind", "shape"), share(CASES, 11), ids=str)
+@pytest.mark.parametrize(("kind", "shape"), share(CASES, 23), ids=str)
 def test_losses_have_the_gradient_of_one_process(ranks, kind: str, shape: Shape) -> None:
     for found in ranks(shape.world).run(errors, kind, shape, timeout=120):
         wrong = {name: error for name, error in found.items() if not error < 1e-12}

@@ -233,6 +233,7 @@ def build(kind: type[nn.Module]) -> nn.Module:
     return kind().double()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bf16
 @pytest.mark.parametrize("shape", share([Shape(x=2), Shape(z=2)], 2), ids=str)
 def test_policies_and_precisions(ranks, shape: Shape) -> None:

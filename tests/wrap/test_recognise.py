@@ -89,6 +89,7 @@ def shares() -> dict[str, float]:
     return {name: gathered_share(ff.parallelize(make(), grid)) for name, (make, _) in SHARES.items()}
 
 
+@pytest.mark.slow
 def test_little_is_gathered(ranks) -> None:
     found = ranks(2).run(shares)[0]
     assert found.pop("half of it") == 0.5
