@@ -15,9 +15,9 @@ behind it. `when_sent` simulates ranks that do so, and begins every receive
     while the rank waits for a message or for a send: of whatever is being sent;
     before the action that needs the message, if not earlier.
 
-There a rank that waits to send waits for one that computes, and which begins the receive when it has done so. So
-everything waits for something earlier in the order of the simulation, and since every rank keeps to its part of that
-order, no rank waits forever, however long actions take.
+In the simulation, a rank that waits to send waits for one that computes, which begins the receive at the end of its
+action. So everything waits for something earlier in the order of the simulation. Every rank keeps to its part of that
+order, so no rank waits forever, however long actions take.
 """
 
 from __future__ import annotations
