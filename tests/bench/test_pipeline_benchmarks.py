@@ -50,7 +50,7 @@ def test_the_benchmark_for_a_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--groups", "2:4,2:split", "--rounds", "1", "--warmup", "1", "--lines", lines]
     assert pipeline_gpu.main([*options, "--out", str(out)]) == 0
     records = records_of(out)
-    assert len(records) == 8
+    assert len(records) == 9
     assert all(record.error is None for record in records.values())
     text = out.with_suffix(".md").read_text()
     assert "1f1b: a step within 10% of `play`: " in text
