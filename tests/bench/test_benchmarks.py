@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "shared": {"shared"},
     "speed": {"shared", "speed"},
     "cluster": {"shared", "cluster"},
-    "planner": {"shared", "cluster", "planner"},
+    "planner": {"shared", "speed", "cluster", "planner"},
     "checkpoint": {"shared", "checkpoint"},
 }
 
