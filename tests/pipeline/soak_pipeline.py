@@ -47,7 +47,8 @@ def stages_of(draw: random.Random, layers: int, pipe: int, chunks: int, placemen
 
 
 def case_of(draw: random.Random, shape: Shape) -> Case:
-    pipe, chunks, layers = shape.pipe, draw.choice([1, 2]), draw.choice([6, 8])
+    pipe, chunks = shape.pipe, draw.choice([1, 2])
+    layers = draw.choice([6, 8]) if pipe < 8 else 2 * pipe  # a layer for every rank, however stages are placed
     micro_steps = draw.choice([1, pipe - 1, pipe, 2 * pipe + 1])
     names = [name for name, (_, allowed) in BUILDERS.items() if chunks in allowed]
     name = draw.choice([*names, f"blocks:{draw.choice([1, 2, 3])}", FOUND, "searched"])
