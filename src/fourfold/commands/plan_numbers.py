@@ -13,7 +13,7 @@ from typing import Any
 
 from fourfold.atomic import write_json
 from fourfold.axes import AXES
-from fourfold.planner.explain import entry, model_facts
+from fourfold.planner.explain import entry, model_facts, training_of
 from fourfold.planner.price import Task
 from fourfold.planner.search import Space, search
 from fourfold.report.plan_text import grid_name
@@ -65,8 +65,7 @@ def numbers_document(
     for one in fits:
         one["efficiency"] = one["tokens_per_second"] / one["devices"] / first
         if tokens is not None:
-            hours = ceil(tokens / task.tokens) * one["seconds"] / 3600
-            one["hours"], one["cost"] = hours, None if price is None else price * hours * one["devices"]
+            one |= training_of(ceil(tokens / task.tokens), one["seconds"], one["devices"], price)
     return {
         "model": dict(model),
         "machine": task.machine.name,

@@ -81,10 +81,17 @@ def add_training(document: dict[str, Any], tokens: float, price: float | None) -
     steps = ceil(tokens / document["batch_tokens"])
     document["training"] = {"tokens": tokens, "steps": steps, "price": price}
     for found in document["grids"]:
-        hours = steps * found["seconds"] / 3600
-        device_hours = hours * document["devices"]
-        cost = None if price is None else price * device_hours
-        found["training"] = {"hours": hours, "device_hours": device_hours, "cost": cost}
+        found["training"] = training_of(steps, found["seconds"], document["devices"], price)
+
+
+def training_of(steps: int, seconds: float, devices: int, price: float | None) -> dict[str, float | None]:
+    """Return what so many steps take: hours, device-hours and, with the price of one, money."""
+    hours = steps * seconds / 3600
+    return {
+        "hours": hours,
+        "device_hours": hours * devices,
+        "cost": None if price is None else price * hours * devices,
+    }
 
 
 def entry(found: Price, best: Price, rank: int) -> dict[str, Any]:

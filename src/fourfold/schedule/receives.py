@@ -48,6 +48,7 @@ def receives_of(schedule: Schedule, rank: int, *, ahead: bool) -> Receives:
     return one_ahead(schedule, rank) if ahead else when_sent(schedule, rank)
 
 
+@lru_cache(maxsize=16)  # asked for by every step
 def one_ahead(schedule: Schedule, rank: int) -> Receives:
     """Begin to receive the next message of a lane when one of it is needed."""
     before: dict[Action, list[PipeMessage]] = {}
