@@ -40,7 +40,7 @@ def train(given: argparse.Namespace, grid: ff.Grid) -> list[float]:
             loader.restore(state["data"])
             done = state["step"]
         for step in range(done + 1, given.steps + 1):
-            ((tokens, targets, _),) = loader.next()  # the rows of this rank's place (data, z)
+            ((tokens, targets, *_),) = loader.next()  # the rows of this rank's place (data, z)
             schedule.apply(optimizer, step)
             loss = model(tokens, targets)  # the mean over the whole batch, equal on all ranks
             loss.backward()

@@ -143,11 +143,12 @@ class ClosedForm:
         elif not backward:
             yield from self.message("all_reduce", "y", elements, label)
 
-    def collect(self, n: int, label: str, *, backward: bool = False) -> Iterator[Collective]:
+    def collect(self, n: int, label: str, *, tokens: int | None = None, backward: bool = False) -> Iterator[Collective]:
+        elements = n * (self.m if tokens is None else tokens)
         if self.sharded:
-            yield from self.message("reduce_scatter" if backward else "all_gather", "y", self.m * n, label)
+            yield from self.message("reduce_scatter" if backward else "all_gather", "y", elements, label)
         elif backward:
-            yield from self.message("all_reduce", "y", self.m * n, label)
+            yield from self.message("all_reduce", "y", elements, label)
 
     # --- parameters over z
 
@@ -306,10 +307,59 @@ class ClosedForm:
         return [self.config.mlp_hidden // self.shape.x] * len(names), f"{prefix}.{'+'.join(names)}"
 
     def mlp_forward(self, prefix: str) -> Iterator[Collective]:
+        if self.policy.mlp_chunk:
+            yield from self.chunked_mlp_forward(prefix)
+            return
         yield from self.expand_forward(*self.mlp_reads(prefix))
         yield from self.contract_forward(self.config.mlp_hidden // self.shape.x, f"{prefix}.down")
 
+    @cached_property
+    def mlp_chunks(self) -> list[int]:
+        """Tokens whose hidden units exist at once."""
+        size = self.policy.mlp_chunk
+        return [min(size, self.m - first) for first in range(0, self.m, size)]
+
+    def chunked_mlp_forward(self, prefix: str) -> Iterator[Collective]:
+        (widths, label), down = self.mlp_reads(prefix), f"{prefix}.down"
+        yield from self.enter(label)
+        yield from self.weights("all_gather", *self.expand_weights(widths), label)
+        yield from self.weights("all_gather", *self.down_weights, down)
+        yield from self.hidden_units(widths, label, down)
+        yield from self.leave(down)
+
+    @cached_property
+    def down_weights(self) -> tuple[list[tuple[int, int]], list[int]]:
+        return [(self.k, self.config.mlp_hidden // self.shape.x)], [self.k] if self.config.bias else []
+
+    def hidden_units(self, widths: list[int], label: str, down: str, *, backward: bool = False) -> Iterator[Collective]:
+        for tokens in self.mlp_chunks:
+            yield from self.spread(sum(widths), label, tokens=tokens, backward=backward)
+            yield from self.collect(widths[0], down, tokens=tokens, backward=backward)
+
+    def chunked_mlp_backward(self, prefix: str) -> Iterator[Collective]:
+        """The hidden units once more, then their gradients; the biases of the first layers are needed again."""
+        (widths, label), down = self.mlp_reads(prefix), f"{prefix}.down"
+        yield from self.leave(down, backward=True)
+        yield from self.entered_again(label)
+        if not self.policy.keep_weights or self.policy.recompute == "block":
+            yield from self.weights("all_gather", *self.expand_weights(widths), label)
+            yield from self.weights("all_gather", self.down_weights[0], [], down)
+        yield from self.hidden_units(widths, label, down)
+        yield from self.hidden_units(widths, label, down, backward=True)
+        yield from self.enter(label, backward=True)
+        yield from self.weights("reduce_scatter", *self.expand_weights(widths), label)
+        yield from self.weights("reduce_scatter", *self.down_weights, down)
+
+    def mlp_again(self, prefix: str) -> Iterator[Collective]:
+        """The MLP in chunks of a block that is computed again: no chunk runs, but a gathered input is kept again."""
+        if self.policy.keep_gathered:
+            yield from self.enter(self.mlp_reads(prefix)[1])
+        yield from self.leave(f"{prefix}.down")
+
     def mlp_backward(self, prefix: str) -> Iterator[Collective]:
+        if self.policy.mlp_chunk:
+            yield from self.chunked_mlp_backward(prefix)
+            return
         yield from self.contract_backward(self.config.mlp_hidden // self.shape.x, f"{prefix}.down")
         yield from self.expand_backward(*self.mlp_reads(prefix))
 
@@ -363,15 +413,16 @@ class ClosedForm:
 
     # --- the model
 
-    def layer_forward(self, index: int) -> Iterator[Collective]:
+    def layer_forward(self, index: int, *, again: bool = False) -> Iterator[Collective]:
         yield from self.norm_forward(f"layers.{index}.attention_norm")
         yield from self.attention_forward(f"layers.{index}.attention")
         yield from self.norm_forward(f"layers.{index}.mlp_norm")
-        yield from self.mlp_forward(f"layers.{index}.mlp")
+        mlp = self.mlp_again if again and self.policy.mlp_chunk else self.mlp_forward
+        yield from mlp(f"layers.{index}.mlp")
 
     def layer_backward(self, index: int) -> Iterator[Collective]:
         if self.policy.recompute == "block":
-            again = list(self.layer_forward(index))
+            again = list(self.layer_forward(index, again=True))
             last = list(self.leave(f"layers.{index}.mlp.down"))
             # it stops at the last tensor that backward needs: the input of the last product, or a mask after it
             yield from again if self.config.dropout else again[: len(again) - len(last)]

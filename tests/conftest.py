@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -56,5 +57,6 @@ def _close_worn() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _close_pools() -> Iterator[None]:
     _context.set_forkserver_preload(PRELOAD)  # the benchmarks that were collected have asked for less
+    gc.freeze()  # what was imported for the tests lives until the end: no collection needs to walk it
     yield
     close_pools()

@@ -124,7 +124,7 @@ def config_of(name: str, dtype: str, steps: int, folder: Path, shape: Shape, cha
         "train.evaluate_every": 10,
         "train.evaluate_batches": 2,
         "log.peak_flops": 1e12,  # measuring it takes longer than a run
-        **{f"grid.{axis}": size for axis, size in shape.sizes.items()},
+        **{f"grid.{axis}": size for axis, size in shape.named.items()},
         "grid.order": list(shape.order),
         **changes,
     }

@@ -42,7 +42,7 @@ def dry_peak(case: Case) -> Found:
     """Forward, backward and the sums of one rank's micro-steps on meta tensors under a fake process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.shape.world)
     try:
-        grid = ff.Grid(**case.shape.sizes, order=case.shape.order, device="cpu")
+        grid = ff.Grid(**case.shape.named, order=case.shape.order, device="cpu")
         model = ff.models.build(case.config, grid, policy=case.policy, device="meta")
         parameters = sum(local_of(parameter).nbytes for parameter in model.parameters())
         tokens = torch.zeros(case.rows, case.seq, dtype=torch.long, device="meta")

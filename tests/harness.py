@@ -218,7 +218,7 @@ def grid_of(shape: Shape) -> Grid:
     if shape not in _grids:
         while len(_grids) >= KEPT_GRIDS:
             _grids.pop(next(iter(_grids))).close()
-        _grids[shape] = Grid(**shape.sizes, order=shape.order, device=DEVICE)
+        _grids[shape] = Grid.of_shape(shape, device=DEVICE)
         share_cores()
     _grids[shape] = _grids.pop(shape)  # the last used is the last to go
     return _grids[shape]

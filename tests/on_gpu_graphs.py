@@ -18,6 +18,8 @@ import torch
 
 import fourfold as ff
 from benchmarks.speed.plain_models import Transformer
+from fourfold.checkpoint.load import load_training
+from fourfold.checkpoint.save import Saver
 from fourfold.grid import Shape
 from fourfold.nn.lora import LoraConfig
 from fourfold.params import local_of
@@ -165,6 +167,35 @@ def replays(shape: Shape, folder: str, number: int) -> dict[str, float]:
     return {**times, **({} if step.recorded else {step.reason: 0.0})}
 
 
+def saves(shape: Shape, folder: str) -> str:
+    """Save beside replays, with a copy that takes longer than a step; return whether the last save is what it saved."""
+    grid = grid_of(shape)
+    model = ff.models.build("gpt-125m", grid, policy=ff.Policy(compute_dtype=torch.bfloat16))
+    optimizer = ff.optim.AdamW(model, lr=1e-4)
+
+    def compute(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.clip_and_step(1.0)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    (tokens,) = batches(grid, 1)
+    step, saver = StepGraph(compute, model, always=True), Saver(grid, Path(folder))
+    for _ in range(5):
+        step(tokens)
+    for number in range(1, 4):
+        saved = [local_of(parameter).clone() for parameter in model.parameters()]
+        saver.save(number, model, optimizer, {})
+        step(tokens)
+    saver.wait()
+    load_training(Path(folder) / "step-00000003", model, optimizer)
+    same = all(torch.equal(local_of(now), was) for now, was in zip(model.parameters(), saved, strict=True))
+    recorded = step.recorded
+    step.release()
+    return "the same" if same and recorded else ""
+
+
 def refused(shape: Shape) -> str:
     """Return why a step that reads a number on the host is not recorded, and its losses: it must train all the same."""
     grid = grid_of(shape)
@@ -196,6 +227,7 @@ def main(names: list[str]) -> int:
     folder = tempfile.mkdtemp()
     for shape in (Shape(x=2, z=2), Shape(x=2, data=2)):
         checks[f"1000 replays on {shape}"] = lambda shape=shape: pool.run(replays, shape, folder, 1000, timeout=200)
+    checks["saves beside replays"] = lambda: pool.run(saves, Shape(x=2, z=2), tempfile.mkdtemp(), timeout=200)
     checks["refused"] = lambda: pool.run(refused, Shape(x=2, z=2), timeout=100)
     for number, (name, case) in enumerate(CASES.items()):
         for shape in SHAPES[:3] if name == "compiled" else (SHAPES[number % 6], SHAPES[(number + 1) % 6]):

@@ -9,7 +9,8 @@
   (`warm.py`), others in a shell; what needs more than one machine has is checked as far as one machine can (`CHECKS`).
   A command with `# fails` behind it must.
 - `text` blocks are what commands print, `math` blocks are formulas; neither is looked at.
-- `<!-- not run -->` before a `python` block: it is code for another framework, and is compiled only.
+- `<!-- not run -->` before a `python` block: it is code for another framework, or for a process that has
+  joined no group, and is compiled only.
 """
 
 from __future__ import annotations

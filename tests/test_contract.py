@@ -37,12 +37,15 @@ ORDER = [
     "grid",
     "policy",
     "layout",
+    "offload",
     "engine",
     "kernels",
+    "tiles",
     "wire",
     "comm",
     "params",
     "operators",
+    "context",
     "grad_hooks",
     "grad_norm",
     "gradients",
@@ -68,35 +71,40 @@ ORDER = [
 """A file may import only from what stands before it. Folders count as one; inside them `INSIDE` holds."""
 
 INSIDE = {
+    "context": ["__init__", "assign", "move"],
     "schedule": ["__init__", "stages", "action", "named", "play", "find", "choose", "receives", "text"],
     "nn": [
-        "rng", "layer", "lora", "linear", "norm", "loss", "embedding", "attention",
+        "rng", "layer", "lora", "linear", "norm", "loss", "embedding", "rope", "attention",
         "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
     ],
-    "models": ["sizes", "config", "compiled_block", "transformer", "generate", "hugging_face", "open", "__init__"],
-    "data": ["__init__", "tokenizer", "token_files", "sources", "sampling", "loader"],
+    "models": [
+        "sizes", "config", "compiled_block", "transformer", "generate", "hugging_face", "count", "open",
+        "__init__",
+    ],
+    "data": ["__init__", "tokenizer", "token_files", "sources", "sampling", "bags", "loader"],
     "wrap": [
-        "plan", "grid_tensor", "placements", "ops", "ops_dims", "detect", "adapters", "linear_adapters", "rows",
-        "parameters", "integrations", "passes", "lora", "images", "structure", "build", "__init__",
+        "plan", "own_tokens", "grid_tensor", "sequence_tensor", "placements", "ops", "ops_dims", "ops_sequence",
+        "detect", "adapters", "linear_adapters", "rows", "parameters", "integrations", "passes", "lora", "images",
+        "structure", "build", "__init__",
     ],
     "checkpoint": [
         "__init__", "format", "training_state", "load", "save", "hf_weights", "dcp",
     ],
     "planner": [
-        "__init__", "machine", "sizes", "program", "transformer", "memory", "trace", "price", "calibrate", "pipe",
-        "estimate", "search", "explain",
+        "__init__", "goodput", "machine", "lengths", "sizes", "program", "context", "transformer", "memory", "trace",
+        "price", "calibrate", "pipe", "estimate", "robust", "search", "explain", "correct",
     ],
     "watch": ["__init__", "memory", "processes", "tape", "diagnose", "liveness", "peers", "checks"],
     "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],
     "train": [
         "__init__", "console", "signals", "fork_server", "rendezvous", "arrivals", "launch", "schema", "config",
-        "defaults", "run_folder", "planning", "callbacks", "language_model", "metrics", "progress", "guard",
-        "checkpoints", "loop",
+        "defaults", "run_folder", "planning", "callbacks", "language_model", "step_parts", "metrics", "progress",
+        "correction", "guard", "checkpoints", "loop",
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
-        "report", "import_export", "calibrate", "plan_numbers", "plan", "schedule", "checkpoint",
-        "cluster_scripts", "demo",
+        "report", "import_export", "data_lengths", "calibrate", "plan_numbers", "plan_memory", "plan", "schedule",
+        "checkpoint", "cluster_scripts", "demo",
     ],
 }  # fmt: skip
 
@@ -254,7 +262,7 @@ def test_a_class_name_means_one_thing() -> None:
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
-@pytest.mark.parametrize(("word", "most"), [("qk_norm", 5), ("loss_chunk", 6), ("recompute", 19)])
+@pytest.mark.parametrize(("word", "most"), [("qk_norm", 5), ("loss_chunk", 6), ("mlp_chunk", 6), ("recompute", 19)])
 def test_few_files_know_an_option(word: str, most: int) -> None:
     """What a new option of the model costs: the files that have to know its name."""
     knowing = [str(path.relative_to(PACKAGE)) for path in modules() if re.search(rf"\b{word}\b", path.read_text())]

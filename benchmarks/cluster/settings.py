@@ -118,7 +118,7 @@ def placements(world: int, per_node: int) -> Iterator[ff.Shape]:
     for shape in shapes_of(world):
         seen = set()
         for order in permutations(AXES):
-            placed = ff.Shape(**shape.sizes, order=order)
+            placed = shape.reordered(order)
             spread = _spread(placed, per_node)
             if spread not in seen:
                 seen.add(spread)

@@ -27,7 +27,7 @@ class Groups:
 
     def grid(self, shape: ff.Shape) -> ff.Grid:
         if shape not in self._grids:
-            self._grids[shape] = ff.Grid(**shape.sizes, order=shape.order, device="cpu")
+            self._grids[shape] = ff.Grid.of_shape(shape, device="cpu")
             share_cores()
         return self._grids[shape]
 

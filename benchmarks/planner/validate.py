@@ -7,7 +7,7 @@
 
 It fails if an error is more than half a percentage point above the recorded one, if a target is missed without a
 suspected cause, or if the search is too slow. The points, their split, constants and assumptions are in
-published_runs.py.
+published_runs.py and published_fsdp.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from statistics import fmean
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `import benchmarks`
 
@@ -29,21 +26,22 @@ import torch
 
 from benchmarks.planner import megatron_pipeline as megatron
 from benchmarks.planner import validate_measured
+from benchmarks.planner.choices import SPEED
+from benchmarks.planner.judge import Compared, Judge
+from benchmarks.planner.published_fsdp import FSDP_FITTED
 from benchmarks.planner.published_runs import (
     ABLATED,
     ABLATION,
     ASSUMPTIONS,
-    CAUSES,
-    EACH,
     FITTED,
-    ON_AVERAGE,
     POINTS,
     ROWS,
     SEQ,
-    Fit,
     Point,
 )
 from benchmarks.planner.replay import Replay, ablated, best_replay, fit, replay, task_of
+from benchmarks.planner.replay_fsdp import fit_fsdp
+from benchmarks.planner.validate_fsdp import fsdp_runs
 from benchmarks.shared.tables import RESULTS, markdown_table
 from fourfold.models.config import config
 from fourfold.planner.machine import load_machine
@@ -51,62 +49,6 @@ from fourfold.planner.price import Task
 from fourfold.planner.search import search
 
 RECORDED = RESULTS / "validate-planner-recorded.json"
-UNFITTED = Fit(1.0, 1.0)
-GROWTH = 0.005
-"""How much an error may grow before it counts: smaller changes are insignificant."""
-SPEED = [("gpt-80b", "perlmutter", 1024, 2.0), ("gpt-320b", "frontier", 32768, 10.0)]
-"""Model, machine, devices, and the CPU seconds that a search may take on one core."""
-
-
-class Compared(NamedTuple):
-    """A prediction beside the published figure."""
-
-    name: str
-    predicted: float
-    published: float
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.published - 1
-
-
-@dataclass
-class Judge:
-    """Collects errors, failures, and missed targets that have a suspected cause."""
-
-    recorded: dict[str, float]
-    recording: bool = False
-    """Whether this run's errors become the recorded ones."""
-    failures: list[str] = field(default_factory=list)
-    misses: list[str] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
-
-    def add(self, one: Compared) -> None:
-        error = abs(one.error)
-        self.errors[one.name] = round(error, 4)
-        if not self.recording:
-            self.check_growth(one.name, error)
-        if error > EACH:
-            self.miss(one.name, f"{one.error:+.1%}, target {EACH:.0%}")
-
-    def check_growth(self, name: str, error: float) -> None:
-        if name not in self.recorded:
-            self.failures.append(f"{name}: no error is recorded; check it, then run with --record")
-        elif error > self.recorded[name] + GROWTH:
-            self.failures.append(f"{name}: the error has grown from {self.recorded[name]:.1%} to {error:.1%}")
-
-    def add_mean(self, name: str, compared: Sequence[Compared]) -> float:
-        """Judge the mean of the errors and return it."""
-        mean = fmean(abs(one.error) for one in compared)
-        if mean > ON_AVERAGE:
-            self.miss(name, f"{mean:.1%} on average, target {ON_AVERAGE:.0%}")
-        return mean
-
-    def miss(self, name: str, what: str) -> None:
-        if name in CAUSES:
-            self.misses.append(f"{name}: {what}. Suspected: {CAUSES[name]}")
-        else:
-            self.failures.append(f"{name}: {what}, and published_runs.py gives no cause")
 
 
 def describe(found: Replay) -> str:
@@ -132,14 +74,14 @@ def weak_scaling(judge: Judge, found: dict[str, Replay]) -> Iterator[str]:
     yield "## Weak scaling: seconds per batch, predicted and published"
     for machine, constants in FITTED.items():
         yield (
-            f"- {machine}: fitted attention x {constants.attention:.3f}, "
-            f"bandwidth between nodes x {constants.between:.3f}"
+            f"- {machine}: fitted attention x {constants.attention:.3f}, congestion {constants.congestion:.3f}, which "
+            "its file has"
         )
     yield ""
     rows, compared = [], []
     for point in POINTS:
         best = found[point.name]
-        unfitted = replay(task_of(point, UNFITTED), best.candidate).seconds
+        unfitted = replay(task_of(point, FITTED[point.machine]._replace(attention=1.0)), best.candidate).seconds
         one = Compared(point.name, best.totals.seconds, point.seconds)
         judge.add(one)
         compared.append((point, one))
@@ -221,6 +163,8 @@ def report(judge: Judge) -> Iterator[str]:
     yield ""
     yield from (f"- assumed: {text}" for text in ASSUMPTIONS)
     yield ""
+    yield from fsdp_runs(judge)
+    yield ""
     yield from beside_megatron()
     yield ""
     yield from verdict(judge)
@@ -250,6 +194,8 @@ def main() -> int:
     if options.fit:
         for machine in FITTED:
             fit(machine, print)
+        for machine in FSDP_FITTED:
+            fit_fsdp(machine, print)
         return 0
     judge = Judge(json.loads(RECORDED.read_text()) if RECORDED.exists() else {}, options.record)
     lines = []

@@ -60,7 +60,8 @@ def layers_of(config: ModelConfig) -> list[PublishedLayer]:
 def published_bandwidth(machine: Machine, shape: Shape, axis: str) -> float:
     """Return the bytes per second of a ring along the axis.
 
-    Inside a node this is the measured bandwidth; between nodes the rings of a node share its network cards.
+    Inside a node this is the measured bandwidth; between nodes the rings of a node share what the published model takes
+    for the bandwidth of its network cards, which is that of one ring.
     """
     size, stride = shape.sizes[axis], 1
     for faster in shape.order[: shape.order.index(axis)]:
@@ -74,7 +75,7 @@ def published_bandwidth(machine: Machine, shape: Shape, axis: str) -> float:
             f"axis {axis}={size} of the grid {shape} leaves the one node of {machine.devices_per_node} devices that "
             f"{machine.name} is; add [between] to its file, or choose a grid that fits"
         )
-    return machine.between.bandwidth / min(machine.devices_per_node, stride)
+    return machine.between.per_ring(1) / min(machine.devices_per_node, stride)
 
 
 def layer_elements(layer: PublishedLayer, shape: Shape, m: float) -> dict[str, float]:

@@ -169,7 +169,7 @@ class RankContext:
 
     def grid(self, shape: ff.Shape) -> ff.Grid:
         if shape not in self.grids:
-            self.grids[shape] = ff.Grid(**shape.sizes, device=self.device)
+            self.grids[shape] = ff.Grid.of_shape(shape, device=self.device)
             if self.device.type == "cpu":
                 share_cores()
         return self.grids[shape]

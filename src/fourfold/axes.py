@@ -12,14 +12,21 @@ AXES = (*CUTS, PIPE)
 """Every axis. A grid has one rank along each axis that nobody names. To add an axis, begin here; docs/extending.md
 lists the other files that an axis touches."""
 
+CONTEXT = "context"
+"""How many neighbouring places share their rows and hold parts of the sequences. It has no ranks of its own: a context
+group consists of ranks along z and data, so that nothing that is stored depends on it."""
+MESSAGE_AXES = (*AXES, CONTEXT)
+"""What messages go along: every axis, and context groups."""
+
 AXIS_MEANINGS = {
     "x": "tensor parallelism: the number of ranks that share the width inside sublayers, such as heads",
     "y": "tensor parallelism, second dim: the number of ranks that share the width of the residual stream",
     "z": "FSDP: the number of ranks that share the stored weights and the rows of a batch",
     "data": "DDP: the number of replicas of the model, each with rows of its own",
     "pipe": "pipeline parallelism: the number of ranks that hold different layers",
+    "context": "context parallelism: the number of places that share their rows, each with parts of the sequences",
 }
-"""The meaning of each axis: first the name by which people know it, then what the size of the axis counts."""
+"""The meaning of each size of a grid: first the name by which people know it, then what the size counts."""
 
 BATCH = ("data", "z")
 """The axes that cut the rows of a batch, outermost cut first. A place is a coordinate of these: its ranks hold the same

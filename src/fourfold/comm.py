@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
+from math import prod
 from typing import Generic, TypeVar
 
 import torch
@@ -182,6 +183,26 @@ def all_reduce(tensor: Tensor, grid: Grid, axis: str, *, label: str = "", owned:
         with Named(record):
             finish = wire.all_reduce([total], _link(record, grid))
     return Pending(lambda: (finish(), total)[1], record, grid)
+
+
+def all_to_all(
+    parts: Tensor, grid: Grid, axis: str, sent: Sequence[int], taken: Sequence[int], *, label: str = ""
+) -> Pending[Tensor]:
+    """Send `sent[i]` rows of `parts`, one after another, to rank i of the axis; join `taken[i]` rows from each.
+
+    All ranks must call it, also one that neither sends nor takes anything. Rows for this rank itself are copied.
+    """
+    own, nbytes = grid.coords[axis], parts.element_size() * prod(parts.shape[1:])
+    away = sum(sent) - sent[own]
+    larger = max(sum(sent), sum(taken)) * nbytes
+    record = Collective("all_to_all", axis, larger, grid.size(axis), label, sent=away * nbytes)
+    grid.ledger.append(record)
+    into = parts.new_empty((sum(taken), *parts.shape[1:]))
+    finish = wire.nothing
+    if not _stays(parts, grid):
+        with Named(record):
+            finish = wire.all_to_all(parts.contiguous(), into, sent, taken, _link(record, grid))
+    return Pending(lambda: (finish(), into)[1], record, grid)
 
 
 # --- several tensors in one message

@@ -12,7 +12,7 @@ nothing here asks whether something has arrived yet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from fourfold.offload import Offloader
 from fourfold.policy import Gathering, Overlap
 
 T = TypeVar("T")
@@ -114,6 +115,24 @@ class InUse(Generic[T]):
     uses_left: int
 
 
+class WeightUse(Generic[T]):
+    """A block that uses gathered weights. If it fails, it leaves them to the end of the pass."""
+
+    __slots__ = ("_in_use", "_keep", "_prefetcher", "_uses", "_wanted")
+    _in_use: InUse[T]
+
+    def __init__(self, prefetcher: Prefetcher, wanted: WeightGather[T], uses: int, keep: bool) -> None:
+        self._prefetcher, self._wanted, self._uses, self._keep = prefetcher, wanted, uses, keep
+
+    def __enter__(self) -> T:
+        self._in_use = self._prefetcher.take(self._wanted, self._uses)
+        return self._in_use.value
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._prefetcher.release(self._wanted, self._in_use, keep=self._keep)
+
+
 BACKWARD = "backward"
 """The kind of every backward pass, whatever its forward pass was, unless `begin_backward` names another."""
 
@@ -158,6 +177,16 @@ class Prefetcher:
             self._followed.setdefault(kind, False)
         self._kind = kind
         self._launch_next()
+
+    def order(self, kind: Hashable) -> list[Hashable]:
+        """Return the keys of the weights in the recorded order of a kind of pass."""
+        return [wanted.key for wanted in self._orders[kind]]
+
+    def expect(self, forward: Hashable, used: Sequence[WeightGather], in_backward: Sequence[WeightGather]) -> None:
+        """Take the orders of a forward pass and of the backward pass after it, as if both had run before."""
+        self._orders |= {forward: list(used), self._backward: list(in_backward)}
+        self._followed[forward] = bool(in_backward)
+        self._largest = max([self._largest, *(wanted.nbytes for wanted in (*used, *in_backward))])
 
     def keep(self, keeps: Gathering) -> None:
         """Let weights stay gathered from here on, until `keep` is called again."""
@@ -224,12 +253,9 @@ class Prefetcher:
         elif not keep:
             self._free(wanted, in_use.value)
 
-    @contextmanager
-    def using(self, wanted: WeightGather[T], *, uses: int, keep: bool = False) -> Iterator[T]:
-        """Yield the gathered weights for one of `uses` uses; with `keep`, their memory is not reused afterwards."""
-        in_use = self.take(wanted, uses)
-        yield in_use.value
-        self.release(wanted, in_use, keep=keep)
+    def using(self, wanted: WeightGather[T], *, uses: int, keep: bool = False) -> WeightUse[T]:
+        """Have the gathered weights for one of `uses` uses; with `keep`, their memory is not reused afterwards."""
+        return WeightUse(self, wanted, uses, keep)
 
     def _follow(self, used: WeightGather) -> None:
         """Advance in the recorded order of this kind of pass; record what is new."""
@@ -320,7 +346,7 @@ class Engine:
     """The overlap engine of one model: it records the order of its passes and holds what is in flight."""
 
     def __init__(self, policy: Overlap, *, flights: bool, in_backward: Callable[[], bool] = in_backward) -> None:
-        """`flights` says whether backward sends messages over x or y, behind which dw's products can run."""
+        """`flights`: whether backward sends activations over x or y, behind which dw's products can run."""
         self.policy, self.flights = policy, flights
         self.turn = HalfTurn()
         self.recomputing = False
@@ -330,6 +356,7 @@ class Engine:
         self.deferred = DeferredReductions(policy)
         self.wgrad_queue = WgradQueue(WgradQueue.MOST if policy.wgrad_behind_messages and flights else 0)
         self.sums = HalfSums()
+        self.offloader = Offloader()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
         return Engine(self.policy, flights=self.flights)  # messages in flight belong to the original
@@ -424,6 +451,10 @@ class DeferredReductions:
         self._messages: deque[list[tuple[int, Awaited, Callable[[Any], None]]]] = deque()
         self._nbytes = 0  # of both
         self._largest = 0
+
+    def expect(self, nbytes: Iterable[int]) -> None:
+        """Take the bytes of reductions that will come, as if a pass with them had run before."""
+        self._largest = max([self._largest, *nbytes])
 
     def defer(self, reduction: WeightReduction) -> None:
         """Launch a reduction and use its result, both at some time before backward ends."""

@@ -101,6 +101,22 @@ class ChangedDataError(ValueError):
     """The content of a source of data is not the one that a run was trained on before; a user may accept that."""
 
 
+class UnsupportedModelError(ValueError):
+    """A config.json describes a model that no `ModelConfig` can express. `reason` says why, without the way out."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class NoPlanError(ValueError):
+    """The planner has no plan for a number of devices. `short` says why in a few words, for a table."""
+
+    def __init__(self, message: str, short: str) -> None:
+        super().__init__(message)
+        self.short = short
+
+
 class NotSavedError(OSError):
     """A checkpoint was not written; the message says which checkpoint is there instead."""
 

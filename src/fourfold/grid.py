@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fourfold.axes import AXES, CUTS, PIPE
+from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, PIPE
 from fourfold.environment import Environment, stay_on_loopback
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
 from fourfold.job import START_SECONDS, Channel, agree, first_fault, join, share_tracebacks, typed_errors
@@ -38,8 +38,8 @@ from fourfold.torch_hooks import GRID, install_torch_hooks
 
 T = TypeVar("T")
 
-PIPE_LANES = ("reduce", *Lane)
-"""The lanes along pipe: sums over its ranks, and messages between stages."""
+FURTHER_LANES = (*((PIPE, lane) for lane in ("reduce", *Lane)), (CONTEXT, "gather"), (CONTEXT, "reduce"))
+"""The lanes beside those of the axes that cut tensors. Along pipe: sums over its ranks, and messages between stages."""
 CORES_FOR_TWO_LANES = 4
 """CPU cores that a rank needs before the only axis of a grid of GPUs gets two communicators. Over a network each
 communicator keeps threads busy while a message is in flight; with fewer cores two are slower than one."""
@@ -85,7 +85,7 @@ class Grid:
         cls, shape: Shape, *, device: str | torch.device | None = None, timeout: timedelta | None = None
     ) -> Grid:
         """Make a grid of this shape from all ranks of the job."""
-        return cls(**shape.sizes, order=shape.order, device=device, timeout=timeout)
+        return cls(**shape.named, order=shape.order, device=device, timeout=timeout)
 
     @classmethod
     def over_parts(
@@ -143,7 +143,8 @@ class Grid:
             return
         with typed_errors(f"making the groups of the grid {shape}"):
             meshes = self._meshes(alone=alone)
-            self.coords = shape.coords(self.ranks.index(dist.get_rank()) if member else 0)
+            here = self.ranks.index(dist.get_rank()) if member else 0
+            self.coords = {**shape.coords(here), CONTEXT: shape.member(here)}
             self.mesh = meshes[self.coords[PIPE]]
             self._groups = {} if alone else self._lanes(timeout, job, member=member)
         if not alone:
@@ -153,7 +154,7 @@ class Grid:
         self.rank = self.ranks.index(dist.get_rank())
         self.channel = Channel("grid", self.ranks)
         self.ledger = Ledger()
-        self.tags = {axis: itertools.count() for axis in AXES}
+        self.tags = {axis: itertools.count() for axis in (*AXES, CONTEXT)}
         """The next message tag of each axis. All ranks along an axis launch in the same order, so their tags match."""
         self.muted = False
         """Whether collectives are recorded without being sent; `comm.muted` sets it."""
@@ -167,6 +168,8 @@ class Grid:
         """The error that ended a step of a pipeline before all its messages had arrived; empty if there was none."""
         self.graphs: WeakSet[CommunicatorUser] = WeakSet()
         """The recorded steps that contain collectives of this grid."""
+        self.before_replays: list[Callable[[], None]] = []
+        """What a recorded step calls before each replay, because a replay runs no hooks of its optimizer."""
         # torch caches the placements of DTensor operations by mesh, and takes meshes of equal shape for the same one
         self.mesh._thread_id = -next(self._made)
         if shape.pipe > 1:
@@ -208,16 +211,18 @@ class Grid:
             reduce = self._new_group(axis, timeout) if axis in two and dist.get_backend() != "fake" else group
             if group is not None and reduce is not None:
                 groups[axis, "gather"], groups[axis, "reduce"] = group, reduce
-        if self.size(PIPE) > 1:
-            for lane in PIPE_LANES:
-                group = self._new_group(PIPE, timeout) if dist.get_backend() != "fake" else dist.group.WORLD
+        for axis, lane in FURTHER_LANES:
+            if self.size(axis) > 1:
+                group = self._new_group(axis, timeout) if dist.get_backend() != "fake" else dist.group.WORLD
                 if group is not None:
-                    groups[PIPE, lane] = group
+                    groups[axis, lane] = group
         return groups
 
     def _new_group(self, axis: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
         """Make a group for every line of ranks along an axis; return this rank's, or None if it is on no line."""
-        lines = self._mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis)).tolist()
+        along = [AXES.index(one) for one in (BATCH if axis == CONTEXT else (axis,))]  # neighbouring places are a group
+        fastest = list(range(-len(along), 0))
+        lines = self._mesh_ranks().movedim(along, fastest).reshape(-1, self.size(axis)).tolist()
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             if timeout is not None:
@@ -257,7 +262,8 @@ class Grid:
         )
 
     def size(self, axis: str) -> int:
-        return self.shape.sizes[axis]
+        """Return the number of ranks along an axis, or of a context group."""
+        return self.shape.context if axis == CONTEXT else self.shape.sizes[axis]
 
     def group(self, axis: str, lane: str = "gather") -> dist.ProcessGroup:
         return self._groups[axis, lane]

@@ -216,6 +216,16 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def gelu_backward(dout: Tensor, up: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(dout, up, approximate="tanh")
+
+
+def swiglu_backward(dout: Tensor, gate_and_up: Tensor) -> Tensor:
+    """Return the gradients of gate and up side by side."""
+    gate, up = gate_and_up.chunk(2, dim=1)
+    return torch.cat([torch.ops.aten.silu_backward(dout * up, gate), dout * functional.silu(gate)], dim=1)
+
+
 # --- attention on whole sequences: heads are [rows, seq, heads, head_dim]
 
 

@@ -21,7 +21,7 @@ import torch
 NO_SPAN = nullcontext()
 """The span of a block while no profile is taken."""
 
-Op = Literal["all_gather", "reduce_scatter", "all_reduce", "send", "receive"]
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive"]
 
 _WIRE_SHARES: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """How often (g-1)/g of the buffer is sent; an all-reduce is a reduce-scatter and a gather."""
@@ -43,10 +43,14 @@ class Collective:
     """The lane of a message between two ranks; empty for a collective."""
     peer: int = field(default=-1, compare=False)
     """The coordinate, along the axis, of the rank at the other end of a message."""
+    sent: int = -1
+    """The bytes that this rank sends to others in an all-to-all, whose parts may be uneven."""
 
     @property
     def wire_bytes(self) -> int:
         """The least number of bytes that this rank must send: (g-1)/g of the buffer, twice that for an all-reduce."""
+        if self.sent >= 0:
+            return self.sent
         if self.op in ("send", "receive"):
             return self.nbytes if self.op == "send" else 0
         return -(-_WIRE_SHARES[self.op] * (self.ranks - 1) * self.nbytes // self.ranks)
@@ -65,6 +69,14 @@ class Event(NamedTuple):
 
     kind: Literal["launch", "wait", "product"]
     what: Collective | str
+
+
+class Flight(NamedTuple):
+    """A collective from its launch to its arrival, in seconds by the host's clock."""
+
+    record: Collective
+    began: float
+    ended: float
 
 
 class RecordedStep(Protocol):
@@ -98,7 +110,7 @@ class Ledger:
         self.listener: Listener | None = None
         self._watchers: list[list[Collective]] = []
         self._events: list[Event] | None = None
-        self._links: list[tuple[str, float]] | None = None
+        self._flights: list[Flight] | None = None
         self._exposed: defaultdict[str, float] = defaultdict(float)
         self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] | None = None
 
@@ -173,28 +185,25 @@ class Ledger:
 
     def time_links(self) -> None:
         """Start measuring, on the CPU, how long each collective takes from its launch to its arrival."""
-        self._links = []
+        self._flights = []
 
     def begin_flight(self, record: Collective) -> Callable[[], None] | None:
         """Note that a collective is sent; return the function to call on its arrival, on any thread, or None."""
         self.note_launch(record)
-        if self._links is None:
+        if self._flights is None:
             return None
-        began, links = time.perf_counter(), self._links
-        return lambda: links.append((record.axis, time.perf_counter() - began))
+        began, flights = time.perf_counter(), self._flights
+        return lambda: flights.append(Flight(record, began, time.perf_counter()))
 
     def note_launch(self, record: Collective) -> None:
         """Tell the listener that a collective, or one end of a message, is launched."""
         if self.listener is not None:
             self.listener.launched(record)
 
-    def take_link_seconds(self) -> dict[str, float]:
-        """Return the seconds that collectives were in flight by axis since `time_links`, and stop measuring."""
-        seconds: defaultdict[str, float] = defaultdict(float)
-        for axis, flight in self._links or ():
-            seconds[axis] += flight
-        self._links = None
-        return dict(seconds)
+    def take_flights(self) -> list[Flight]:
+        """Return the collectives that have arrived since `time_links`, and stop measuring."""
+        flights, self._flights = self._flights or [], None
+        return flights
 
     @contextmanager
     def not_counted(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -60,6 +60,8 @@ class AsyncResult:
     """The result of an operator whose collective is in flight."""
 
     travels = True
+    hides_products = True
+    """Whether backward runs a queued product of dw behind the message."""
 
     def __init__(self, there: Body, back: Body, engine: Engine) -> None:
         """`there` launches the forward direction, `back` the backward direction."""
@@ -67,11 +69,19 @@ class AsyncResult:
         self.pending: Pending[Tensor] | None = None
         self.token: Tensor | None = None
 
+    def launch(self, a: Tensor) -> Self:
+        """Launch the forward direction for a tensor."""
+        self.token = Launch.apply(self, a)
+        return self
+
     def wait(self) -> Tensor:
-        # The token's autograd node refers to this object: keeping the token would make a cycle, and what forward
-        # saved would stay in memory until Python's garbage collector runs.
+        return Land.apply(self, self.take_token())
+
+    def take_token(self) -> Tensor | None:
+        """Return the token and forget it. Its autograd node refers to this object: keeping the token would make a
+        cycle, and what forward saved would stay in memory until Python's garbage collector runs."""
         token, self.token = self.token, None
-        return Land.apply(self, token)
+        return token
 
     def take(self) -> Tensor:
         """Wait for the collective of the direction that runs now."""
@@ -108,7 +118,8 @@ class Launch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
-        ctx.result.engine.wgrad_queue.run_one()  # a product behind the message, before waiting for it
+        if ctx.result.hides_products:
+            ctx.result.engine.wgrad_queue.run_one()  # a product behind the message, before waiting for it
         return None, ctx.result.take()
 
 
@@ -141,7 +152,7 @@ class OpContext:
     def launch(self, a: Tensor, there: Body, back: Body) -> AsyncResult:
         """Launch an operator along an axis of several ranks."""
         result = AsyncResult(there, back, self.engine)
-        result.token = Launch.apply(result, a)
+        result.token = Launch.apply(result, a)  # not through `launch`: every layer comes here, and a frame costs time
         return result
 
     @property
@@ -208,15 +219,16 @@ def spread(a: Tensor, site: OpContext, widths: Sequence[int]) -> AsyncResult | R
     return Ready(a) if site.y == 1 else site.launch(a, *spread_bodies(site, widths))
 
 
+def collect_bodies(site: OpContext, width: int) -> tuple[Body, Body]:
+    """Return the forward and the backward direction of `collect`."""
+    if site.sharded:
+        return partial(site.gather_features, widths=[width]), partial(site.scatter_features, widths=[width])
+    return identity, site.sum_y
+
+
 def collect(a: Tensor, site: OpContext, width: int) -> AsyncResult | Ready:
     """inner -> [m/z, n/x]"""
-    if site.y == 1:
-        return Ready(a)
-    if site.sharded:
-        bodies = partial(site.gather_features, widths=[width]), partial(site.scatter_features, widths=[width])
-    else:
-        bodies = identity, site.sum_y
-    return site.launch(a, *bodies)
+    return Ready(a) if site.y == 1 else site.launch(a, *collect_bodies(site, width))
 
 
 def whole_over_y(a: Tensor, site: OpContext) -> AsyncResult | Ready:

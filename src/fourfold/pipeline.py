@@ -15,6 +15,7 @@ in one order.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ from fourfold.engine import BACKWARD, Engine
 from fourfold.gradients import ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.nn.attention import Batch
-from fourfold.nn.loss import IGNORE_INDEX, count_targets
+from fourfold.nn.loss import IGNORE_INDEX, count_held
 from fourfold.nn.rng import StepRng
+from fourfold.offload import OffloadedInputs
 from fourfold.params import local_of
 from fourfold.policy import Policy
 from fourfold.schedule.action import Action, Lane, PipeMessage, Schedule
@@ -42,8 +44,8 @@ from fourfold.schedule.choose import choose
 from fourfold.schedule.receives import receives_of
 from fourfold.schedule.stages import Stages
 
-Rows = Sequence[Tensor] | Mapping[str, Tensor]
-"""(tokens, targets) or (tokens, targets, positions), or a mapping with these names."""
+Rows = Sequence[Any] | Mapping[str, Any]
+"""(tokens, targets), and if need be positions and the lengths of documents; or a mapping with these names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: == of tensors is no bool
@@ -100,6 +102,7 @@ class StagedModel(Protocol):
         targets: Tensor | None = None,
         *,
         positions: Tensor | None = None,
+        documents: Sequence[int] | None = None,
         ignore_index: int = IGNORE_INDEX,
     ) -> MicroBatch:
         """Return the rows of a place as stages take them."""
@@ -133,10 +136,11 @@ def forward_backward(
 ) -> Tensor:
     """Run forward and backward of a step, and return the mean loss over the unmasked targets of its whole batch.
 
-    A micro-batch is (tokens, targets) or (tokens, targets, positions), or a mapping with these names: rows of this
-    rank's place, the same on all its ranks. Gradients are complete afterwards; the loss is equal on all ranks and has
-    no graph. If a place's rows are refused, all ranks raise at the end of the step, and gradients are cleared. On a
-    grid with a pipe axis the policy's schedule says in which order a rank works; `times` records when.
+    A micro-batch is (tokens, targets), (tokens, targets, positions) or (tokens, targets, positions, documents), as a
+    model takes them, or a mapping with these names: rows of this rank's place, the same on all its ranks. Gradients are
+    complete afterwards; the loss is equal on all ranks and has no graph. If a place's rows are refused, all ranks raise
+    at the end of the step, and gradients are cleared. On a grid with a pipe axis the policy's schedule says in which
+    order a rank works; `times` records when.
 
         for micro_batches in loader:
             loss = ff.forward_backward(model, micro_batches)
@@ -156,7 +160,7 @@ def forward_backward(
     count = None
     if len(rows) > 1:
         targets = torch.cat([half.targets.flatten() for batch in batches for half in batch.halves])
-        count = count_targets(targets, model.grid, ignore_index=ignore_index)
+        count = count_held(targets, model.grid, ignore_index=ignore_index)
     step = PipelineStep(model, batches, schedule_of(model, len(batches)), count)
     step.times = times
     step.run()
@@ -178,14 +182,16 @@ def _agree_on_number(grid: Grid, micro_steps: int) -> None:
         grid.micro_steps.add(micro_steps)
 
 
-PARTS = ("tokens", "targets", "positions")
+PARTS = ("tokens", "targets", "positions", "documents")
 
 
 def _named_parts(micro_batch: Rows) -> dict[str, Any]:
     if isinstance(micro_batch, Mapping):
         named = dict(micro_batch)
     elif len(micro_batch) > len(PARTS):
-        raise ValueError(f"a micro-batch has {len(micro_batch)} parts; give {', '.join(PARTS)}, the last if need be")
+        raise ValueError(
+            f"a micro-batch has {len(micro_batch)} parts; give {', '.join(PARTS)}, the last two if need be"
+        )
     else:
         named = dict(zip(PARTS, micro_batch, strict=False))
     if unknown := named.keys() - PARTS:
@@ -210,6 +216,8 @@ class StagePass:
     """The stream that the stage read, a leaf of autograd's graph; None if it read tokens."""
     result: Tensor
     counted: ForwardPass
+    offloaded: weakref.ref[OffloadedInputs] | None
+    """The inputs of its last block, if they wait on the host: backward needs them first."""
 
 
 class PipelineStep:
@@ -321,7 +329,9 @@ class PipelineStep:
             arrived.requires_grad_()
         result, faults = model.run_stage(stage, batch, arrived, self.count)
         if trains:
-            self._passes[stage, micro] = StagePass(arrived, result, model.gradients.forward_pass)
+            self._passes[stage, micro] = StagePass(
+                arrived, result, model.gradients.forward_pass, self.engine.offloader.last
+            )
         if not self.stages.has_head(stage):
             return result.detach()
         if batch.has_targets:
@@ -335,6 +345,8 @@ class PipelineStep:
         """Run a stage backward; the gradient of its input leaves as soon as it is there, before other gradients."""
         kind, stage, micro = action
         run = self._passes[stage, micro] if kind == "B" else self._passes.pop((stage, micro))
+        if run.offloaded is not None and (inputs := run.offloaded()) is not None:
+            inputs.prefetch()  # before the wait for the gradient
         gradient = self.scale if self.stages.has_head(stage) else self._take(action)
         self.engine.prefetcher.begin_backward((BACKWARD, stage))
         hold = self.engine.wgrad_queue.holding((stage, micro)) if kind == "B" else nullcontext()

@@ -5,6 +5,7 @@ Policies are frozen dataclasses. Only the two dtypes and the number of halves ma
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -16,6 +17,33 @@ from fourfold.schedule.stages import Stages
 Activations = Literal["sharded", "replicated"]
 Recompute = Literal["none", "attention", "block"]
 Gathering = Literal["use", "block", "step"]
+Placing = Literal["auto", "rows", "documents"]
+
+
+WAYS = ("gather", "exchange", "ring")
+
+
+@dataclass(frozen=True, slots=True)
+class ContextWay:
+    """How K and V travel: `u` neighbours swap tokens for heads, then this way over the others."""
+
+    over: str
+    neighbours: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> ContextWay:
+        """Read `gather`, `exchange`, `ring`, `ulysses:4`, or one over the other: `ulysses:2+ring`."""
+        found = re.fullmatch(r"(?:ulysses:(\d+))?(?:(?<=\d)\+)?(gather|exchange|ring)?", text)
+        if not text or found is None:
+            raise ValueError(
+                f"context_way={text!r}: it is one of auto, {', '.join(WAYS)}, ulysses:U, or ulysses:U+ one of them"
+            )
+        return cls(found[2] or "exchange", int(found[1] or 1))
+
+    def __str__(self) -> str:
+        if self.neighbours == 1:
+            return self.over
+        return f"ulysses:{self.neighbours}+{self.over}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +132,17 @@ def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
 
 LEFT_OPEN: dict[str, tuple[Any, ...]] = {"recompute": ("none", "block")}
 """Fields of `Policy` that a run may leave to the planner, and the values to choose from, the fastest first."""
-LESS_MEMORY = "policy.recompute=block, policy.loss_chunk, more batch.micro_steps, or a grid with a larger z"
+CHOICES: dict[str, Any] = {
+    "activations": Activations,
+    "recompute": Recompute,
+    "gather_weights": Gathering,
+    "assignment": Placing,
+}
+"""Fields of `Policy` that take one of a few words."""
+LESS_MEMORY = (
+    "policy.recompute=block, policy.loss_chunk, policy.mlp_chunk, policy.offload, more batch.micro_steps, or a grid "
+    "with a larger z"
+)
 """The keys of a run's config that lower its peak memory, for the error of a device that is out of memory."""
 
 
@@ -126,6 +164,9 @@ class Policy:
     once in a pass instead of before every use. Nothing is kept where the dtypes are equal."""
     recompute: Recompute = "none"
     """What backward computes again instead of keeping it: nothing, the inside of attention, or whole blocks."""
+    offload: bool = False
+    """With recompute of whole blocks: let their inputs, the residual stream, wait for backward in pinned host memory.
+    They are copied behind computation, and about two of them are on the device at a time."""
     compute_dtype: torch.dtype | None = None
     """Dtype of gathered weights, activations and their messages; by default that of the parameters."""
     reduce_dtype: torch.dtype | None = None
@@ -133,6 +174,9 @@ class Policy:
     loss_chunk: int = 0
     """Number of tokens per place whose logits exist at the same time; 0 stands for all. Limits the memory that a large
     vocabulary needs."""
+    mlp_chunk: int = 0
+    """Number of tokens per place that the MLP of a block computes at the same time; 0 stands for all. Hidden units then
+    exist for one chunk, and backward computes them again. With two halves, each is cut into chunks."""
     shard_optimizer: bool = False
     """Shard gradients and optimizer state over data as well (ZeRO-1); `optim.AdamW` then gathers parameters."""
     bucket_bytes: int = 25 << 20
@@ -147,6 +191,12 @@ class Policy:
     holds one stage, with equally many layers."""
     schedule: str | Schedule = "auto"
     """The order in which pipe ranks work on micro-batches: a schedule or its name (`schedule.choose`)."""
+    assignment: Placing = "auto"
+    """On a grid with context: which tokens each member of a context group holds. `rows` cuts every row alike;
+    `documents` balances packed documents by their lengths; `auto` does so where the host knows them."""
+    context_way: str = "auto"
+    """How K and V travel inside a context group: gather, exchange, ring, ulysses:U, or ulysses:U+ring and so on
+    (`context.move`); `auto` exchanges only what is read where that is less than half of everything, else gathers."""
     even_tokens: bool = False
     """Promise that all places along z have equally many tokens in every pass, as they have in the trainer. Then tokens
     may go to the embedding's table instead of the table to the tokens, where that sends fewer bytes. A first pass that
@@ -155,25 +205,38 @@ class Policy:
     """Check token ids on a GPU as well, which makes the host wait for them; on the CPU they are always checked."""
 
     def __post_init__(self) -> None:
-        if self.activations not in get_args(Activations):
-            raise ValueError(f"activations={self.activations!r} is none of {get_args(Activations)}")
-        if self.recompute not in get_args(Recompute):
-            raise ValueError(f"recompute={self.recompute!r} is none of {get_args(Recompute)}")
-        if self.gather_weights not in get_args(Gathering):
-            raise ValueError(f"gather_weights={self.gather_weights!r} is none of {get_args(Gathering)}")
+        for name, kind in CHOICES.items():
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {get_args(kind)}")
+        if self.context_way != "auto":
+            ContextWay.parse(self.context_way)
         for name in ("compute_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name}={dtype!r} must be a floating-point dtype such as torch.bfloat16, or None")
-        if self.loss_chunk < 0:
-            raise ValueError(f"loss_chunk={self.loss_chunk} must be a number of tokens, or 0 for all at once")
+        for name in ("loss_chunk", "mlp_chunk"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of tokens, or 0 for all at once")
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 1")
+
+    @property
+    def runs_blocks_again(self) -> bool:
+        """Whether a block keeps its input alone, and backward runs all of it again."""
+        return self.recompute == "block"
 
     @property
     def keeps_for_backward(self) -> bool:
         """Whether backward reads the weights that forward has gathered."""
         return self.keep_weights or self.gather_weights == "step"
+
+    def require_offload(self) -> None:
+        """Refuse to offload if blocks do not run again: they keep more than their inputs then."""
+        if self.offload and not self.runs_blocks_again:
+            raise ValueError(
+                f"offload=True with recompute={self.recompute!r}: what waits on the host is the input of blocks that "
+                "run again in backward; use recompute='block', or offload=False"
+            )
 
     def require_any_module(self) -> None:
         """Refuse options that only the reference models implement, for a model with other people's code."""
@@ -190,5 +253,11 @@ class Policy:
             raise ValueError(
                 f"loss_chunk={self.loss_chunk}: a module's own code makes all logits at once; use loss_chunk=0"
             )
+        if self.mlp_chunk:
+            raise ValueError(
+                f"mlp_chunk={self.mlp_chunk}: a module's own code runs its MLP on all tokens; use mlp_chunk=0"
+            )
+        if self.offload:
+            raise ValueError("offload=True works with the blocks of the reference models only; use offload=False")
         if self.recompute == "attention":
             raise ValueError("recompute='attention' works with the reference models only; use 'block' or 'none'")

@@ -10,8 +10,8 @@ puts dw into the `WgradQueue`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +154,12 @@ class Factor:
         self.e1, self.e2, self.e3 = (f"{equation} {group.label}" for equation in ("E1", "E2", "E3"))
         self._trained = group, True, bool(columns)
 
+    @cached_property
+    def again(self) -> SideBySide:
+        """What a backward reads that computes E1 a second time."""
+        group, side = self.group.only(self.group.members, "again"), self.with_biases
+        return SideBySide(group, self.matrices, side.widths, side.columns, adds=side.adds)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         return self.group.parameters
@@ -169,11 +175,16 @@ class Factor:
 
     def add_gradients(self, dout: Tensor, a: Tensor | Pending[Tensor], turns: int, during: ForwardPass) -> None:
         """Compute E3 and E4 of one of `turns` halves; the last half launches the reduction of the sum over z."""
-        group, with_weights, with_biases = self.trained
-        sums = group.engine.sums
-        # not the members alone: a tied table has padded rows here and none in the embedding
-        key = ("product", group.members)
-        begun = (sums.begun(key) if turns > 1 else None) or []
+        begun = [] if turns == 1 else self.begun()
+        self.hand_in(self.add_tokens(begun, dout, a), turns, during)
+
+    def begun(self) -> list[Tensor]:
+        """Return the gradients that earlier halves have left; empty if there are none."""
+        return self.group.engine.sums.begun(self._sums_key) or []
+
+    def add_tokens(self, begun: list[Tensor], dout: Tensor, a: Tensor | Pending[Tensor]) -> list[Tensor]:
+        """Return the gradients of weights side by side, then of biases: E3 and E4 of these tokens onto `begun`."""
+        group, with_weights, with_biases = self._trained if self._trained[0] is self.group.trained else self.trained
         found: list[Tensor] = []
         if with_weights:
             whole = a.wait() if isinstance(a, Pending) else a
@@ -184,7 +195,17 @@ class Factor:
             for total, part in zip(begun[with_weights:], parts, strict=False):
                 total.add_(part)
             found += begun[with_weights:] or parts
-        complete = sums.add(key, found, turns) if turns > 1 else found
+        return found
+
+    @property
+    def _sums_key(self) -> Hashable:
+        # not the members alone: a tied table has padded rows here and none in the embedding
+        return "product", self.trained[0].members
+
+    def hand_in(self, found: list[Tensor], turns: int, during: ForwardPass) -> None:
+        """Take the gradients of one of `turns` halves, as `add_tokens` made them of those of earlier halves."""
+        group, with_weights, with_biases = self._trained
+        complete = group.engine.sums.add(self._sums_key, found, turns) if turns > 1 else found
         if complete is None:
             return
         gradients = [*self._parts(complete[0]), *complete[1:]] if with_weights else complete
@@ -314,13 +335,18 @@ def matmul_into(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = 
     return onto.addmm_(a, b) if a.dtype == dtype else onto.add_(a @ b)
 
 
+def wrong_rows(a: Tensor, site: OpContext) -> ValueError:
+    """Return the error of a tensor at rest that has other rows than the tokens of the place make on this rank."""
+    return ValueError(
+        f"{site.label}: {site.tokens} tokens of a place are {site.rows_at_rest} rows on a rank with "
+        f"{site.policy.activations} activations on the grid {site.grid}, but the input has {a.shape[0]}"
+    )
+
+
 def expand(factor: Factor, a: Tensor, site: OpContext) -> Turns[Tensor]:
     """rest -> enter -> product [m/z, p] {sum y}; `spread` makes it inner."""
     if a.shape[0] != site.rows_at_rest:
-        raise ValueError(
-            f"{site.label}: {site.tokens} tokens of a place are {site.rows_at_rest} rows on a rank with "
-            f"{site.policy.activations} activations on the grid {site.grid}, but the input has {a.shape[0]}"
-        )
+        raise wrong_rows(a, site)
     entering = enter(a, site)
     if entering.travels:
         yield

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from fourfold.axes import AXES, BATCH, CUTS, PIPE
+from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, PIPE
 from fourfold.synonyms import explain_axis
 
 if TYPE_CHECKING:
@@ -25,15 +25,18 @@ class Shape:
 
     `Shape(x=2, data=4)`; axes that are not named have one rank. With the default order,
     rank = x + X * (y + Y * (z + Z * (data + D * pipe))). The size of an axis is an attribute: `shape.x`.
+
+    `context` is no axis: it divides z * data, and says how many neighbouring places share their rows.
     """
 
     _sizes: tuple[int, ...]
     order: tuple[str, ...]
+    context: int
 
-    def __init__(self, *sizes: int, order: Sequence[str] = AXES, **named: int) -> None:
+    def __init__(self, *sizes: int, order: Sequence[str] = AXES, context: int = 1, **named: int) -> None:
         """Take the sizes in the order of AXES, or by name."""
         by_axis = sizes_by_axis(sizes, named)
-        for axis, size in by_axis.items():
+        for axis, size in {**by_axis, CONTEXT: context}.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"grid axis {axis}={size!r}: the size of an axis is a whole number from 1 up")
         whole = tuple(order) if PIPE in order else (*order, PIPE)  # stages lie far apart unless somebody says otherwise
@@ -43,6 +46,14 @@ class Shape:
             )
         object.__setattr__(self, "_sizes", tuple(by_axis.values()))
         object.__setattr__(self, "order", whole)
+        object.__setattr__(self, CONTEXT, context)
+        if self.places % context:
+            raise ValueError(
+                f"context={context} does not divide {'*'.join(BATCH)} = {self.places}: a context group consists of "
+                "whole (data, z) places; use a divisor, or more ranks along z or data"
+            )
+        for axis, size in by_axis.items():  # plain attributes, because a search reads them a million times
+            object.__setattr__(self, axis, size)
 
     def __getattr__(self, name: str) -> int:
         if name in AXES:
@@ -50,11 +61,11 @@ class Shape:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its axes are {', '.join(AXES)}")
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        sizes = ", ".join(f"{name}={size}" for name, size in self.named.items() if size > 1)
         return f"Shape({sizes})" if self.order == AXES else f"Shape({sizes}, order={self._written_order})"
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
+        sizes = " ".join(f"{name}={size}" for name, size in self.named.items() if size > 1) or "one rank"
         return sizes if self.order == AXES else f"{sizes} order={','.join(self._written_order)}"
 
     @property
@@ -67,19 +78,54 @@ class Shape:
         """The size of every axis, in the order of AXES."""
         return dict(zip(AXES, self._sizes, strict=True))
 
+    @cached_property
+    def named(self) -> dict[str, int]:
+        """The size of every axis, and context: `Shape(**shape.named, order=shape.order) == shape`."""
+        return {**self.sizes, CONTEXT: self.context}
+
     @property
     def world(self) -> int:
         return prod(self.sizes.values())
 
     @property
     def places(self) -> int:
-        """The number of places: sets of ranks that hold the same rows of a batch."""
+        """The number of places: sets of ranks that hold the same tokens."""
         return prod(self.sizes[axis] for axis in BATCH)
+
+    @property
+    def row_places(self) -> int:
+        """The number of context groups: sets of places that have the same rows of a batch."""
+        return self.places // self.context
 
     @property
     def used_axes(self) -> tuple[str, ...]:
         """The axes that have more than one rank."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)
+
+    @property
+    def message_axes(self) -> tuple[str, ...]:
+        """The axes in use, and context where places share rows: what messages go along."""
+        return (*self.used_axes, CONTEXT) if self.context > 1 else self.used_axes
+
+    def with_context(self, context: int) -> Shape:
+        """Return the same grid with so many places that share their rows."""
+        return Shape(*self._sizes, order=self.order, context=context)
+
+    def strides(self, axis: str) -> list[tuple[int, int]]:
+        """Return the distance of neighbours in a group along an axis, and how many there are.
+
+        A context group lies along z, and if it is larger than that also along data.
+        """
+        if axis == CONTEXT:
+            data, z = BATCH
+            inner = min(self.context, self.sizes[z])
+            (near, _), (far, _) = *self.strides(z), *self.strides(data)
+            if far == near * inner or inner == self.context:
+                return [(near, self.context)]
+            # a group that does not fill z to its end counts as if it did
+            return [part for part in ((near, inner), (far, -(-self.context // inner))) if part[1] > 1]
+        stride = prod(self.sizes[faster] for faster in self.order[: self.order.index(axis)])
+        return [(stride, self.sizes[axis])]
 
     @property
     def two_lanes(self) -> tuple[str, ...]:
@@ -94,7 +140,7 @@ class Shape:
 
     def reordered(self, order: Sequence[str]) -> Shape:
         """Return the same sizes with ranks that walk the axes in another order."""
-        return Shape(*self._sizes, order=order)
+        return Shape(*self._sizes, order=order, context=self.context)
 
     def coords(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank on every axis."""
@@ -119,8 +165,24 @@ class Shape:
             place = place * self.sizes[axis] + coords[axis]
         return place
 
+    def row_place(self, rank: int) -> int:
+        """Return the number of the context group that a rank is in."""
+        return self.place(rank) // self.context
+
+    def member(self, rank: int) -> int:
+        """Return the number of a rank's place in its context group."""
+        return self.place(rank) % self.context
+
+    def context_ranks(self, rank: int) -> list[int]:
+        """Return the ranks of a rank's context group that have its coordinates on the other axes, by member."""
+        here, first, inner = self.coords(rank), self.row_place(rank) * self.context, self.sizes[BATCH[1]]
+        places = (divmod(place, inner) for place in range(first, first + self.context))
+        return [self.rank({**here, **dict(zip(BATCH, place, strict=True))}) for place in places]
+
     def ranks_along(self, axis: str, rank: int) -> list[int]:
-        """Return the ranks that share every coordinate with `rank` except the one on `axis`."""
+        """Return the ranks that share every coordinate with `rank` except the one on `axis`, or its context group."""
+        if axis == CONTEXT:
+            return self.context_ranks(rank)
         here = self.coords(rank)
         return [self.rank({**here, axis: place}) for place in range(self.sizes[axis])]
 
@@ -137,6 +199,7 @@ def axes_signature(**options: Any) -> inspect.Signature:
     """Return the signature that help and editors show: the size of every axis, then these options."""
     kinds = inspect.Parameter
     sizes = [kinds(axis, kinds.POSITIONAL_OR_KEYWORD, default=1, annotation=int) for axis in AXES]
+    sizes.append(kinds(CONTEXT, kinds.KEYWORD_ONLY, default=1, annotation=int))
     return inspect.Signature(
         [*sizes, *(kinds(name, kinds.KEYWORD_ONLY, default=default) for name, default in options.items())]
     )

@@ -236,7 +236,7 @@ class StepGraph(Generic[T]):
         for static, given in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
             if isinstance(given, Tensor):
                 static.copy_(given, non_blocking=True)
-        for act in self._recording.before:
+        for act in (*self._grid.before_replays, *self._recording.before):
             act()
         self._graph.replay()
         # the device is busy from here on, so the host's own work costs nothing
@@ -324,6 +324,8 @@ def why_not(model: nn.Module, device: torch.device) -> str:
         return f"messages between the stages of a pipeline (pipe={pipe}) are not recorded"
     if gradients_of(model).policy.check_inputs:
         return "check_inputs=True makes the host read every batch"
+    if gradients_of(model).policy.offload:
+        return "offload=True copies activations to the host on other streams, with buffers that the host hands out"
     return next((why for module in model.modules() if (why := getattr(module, "not_recordable", ""))), "")
 
 

@@ -179,6 +179,15 @@ def _reduce_scatter_on_gpu(wholes: Sequence[Tensor], link: Link) -> Callable[[],
     return lambda: (unpack(), sent)[0]
 
 
+def all_to_all(
+    parts: Tensor, into: Tensor, sent: Sequence[int], taken: Sequence[int], link: Link
+) -> Callable[[], None]:
+    """Start sending so many rows of `parts` to each rank, and receiving so many rows from each rank into `into`."""
+    splits = dict(input_split_sizes=list(sent), output_split_sizes=list(taken))
+    finish = link.watch(dist.all_to_all_single(into, parts, **splits, group=link.group, async_op=True))
+    return lambda: (finish(), parts, None)[2]
+
+
 def _share_buffer(parts: Sequence[Tensor]) -> list[bool]:
     """Return which tensors of a message, given by this rank's part of each, travel in one buffer."""
     small = [not part.is_cuda or part.nbytes < PACKED_NBYTES for part in parts]

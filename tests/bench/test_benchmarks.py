@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "cluster": {"shared", "cluster"},
     "planner": {"shared", "speed", "cluster", "planner"},
     "checkpoint": {"shared", "checkpoint"},
+    "context": {"shared", "context"},
 }
 
 

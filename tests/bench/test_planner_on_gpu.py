@@ -34,5 +34,5 @@ def test_the_memory_of_each_rank_is_compared_with_that_of_its_pipe_rank() -> Non
 def test_bars_are_judged_from_two_lines_on() -> None:
     assert list(on_gpu.bars([0.1], [], [(1.0, 1.1)])) == ["nothing to judge yet"]
     told = list(on_gpu.bars([0.05, 0.3], [0.02], [(1.0, 1.1), (2.0, 1.5)]))
-    assert "worst error at most 20%: **MISSED**, 30.0%" in told
+    assert "worst error at most 25%: **MISSED**, 30.0%" in told
     assert "memory of every rank within 10%: reached, 2.0%" in told

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planner import published_runs, replay, validate
+from benchmarks.planner import choices, published_runs, replay, validate
+from benchmarks.planner import judge as judging
+from benchmarks.planner.judge import Compared, Judge
 from benchmarks.planner.published_runs import Fit
-from benchmarks.planner.validate import Compared, Judge
 from benchmarks.shared.published import (
     PublishedLayer,
     layer_elements,
@@ -157,23 +158,30 @@ def test_a_replay_takes_as_few_micro_steps_as_fit() -> None:
 
 
 def test_the_fit_finds_the_least() -> None:
-    found = replay.descend(Fit(1.0, 1.0), lambda fit: math.log(fit.attention / 0.2) ** 2 + (fit.between - 2) ** 2)
+    found = replay.descend(Fit(1.0, 1.0), lambda fit: math.log(fit.attention / 0.2) ** 2 + (fit.congestion - 2) ** 2)
     assert found.attention == pytest.approx(0.2, rel=0.02)
-    assert found.between == pytest.approx(2, rel=0.02)
+    assert found.congestion == pytest.approx(2, rel=0.02)
+
+
+def test_the_fit_ends_where_a_constant_is_best_at_zero() -> None:
+    found = replay.descend(replay.START, lambda fit: (1 + math.log(fit.attention) ** 2) * (1 + fit.congestion))
+    assert found.attention == pytest.approx(1, rel=0.02)
+    assert found.congestion < replay.NO_CONGESTION
 
 
 def test_fitted_constants_are_two_and_points_are_held_out() -> None:
     machine = load_machine("frontier")
     fitted = replay.fitted_machine(machine, Fit(0.5, 2.0))
-    assert machine.between is not None
-    assert replace(fitted, name=machine.name, attention=2 * fitted.attention, between=machine.between) == machine
+    as_before = replace(fitted, name=machine.name, attention=2 * fitted.attention, congestion=machine.congestion)
+    assert as_before == machine
     for name in published_runs.FITTED:
+        assert load_machine(name).sources["congestion"].startswith("fitted: ")
         kinds = [point.fitted for point in published_runs.POINTS if point.machine == name]
         assert sum(kinds) >= 2 and not all(kinds)
 
 
 def test_errors_may_not_grow_and_misses_need_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "CAUSES", {"known": "the grid"})
+    monkeypatch.setattr(judging, "CAUSES", {"known": "the grid"})
     judge = Judge({"known": 0.30, "new": 0.02, "good": 0.02})
     judge.add(Compared("good", 0.976, 1.0))  # half a point is allowed
     judge.add(Compared("known", 1.3, 1.0))
@@ -188,3 +196,8 @@ def test_errors_may_not_grow_and_misses_need_a_cause(monkeypatch: pytest.MonkeyP
         "new: +20.0%, target 15%, and published_runs.py gives no cause",
         "never seen: no error is recorded; check it, then run with --record",
     ]
+
+
+def test_both_benchmarks_of_the_search_have_the_same_limits() -> None:
+    assert validate.SPEED is choices.SPEED
+    assert choices.SEQ is published_runs.SEQ

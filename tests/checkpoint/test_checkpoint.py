@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from fourfold.checkpoint.training_state import training_shards
 from fourfold.errors import DamagedCheckpointError, Failure, NotFiniteError, failure_of
 from fourfold.grid import Grid, Shape
 from fourfold.params import local_of
+from fourfold.recording import Recording
 from harness import DEVICE, grid_of
 from share import share
 
@@ -131,6 +133,32 @@ def test_the_next_step_waits_for_the_copy(tmp_path: Path, monkeypatch) -> None:
         take(model, optimizer, step)
     saver.wait()
     other, its_optimizer = made("gpt-tiny", alone(), sharded=False, seed=1)
+    load_training(tmp_path / "step-00000003", other, its_optimizer)
+    assert all(torch.equal(value, saved[key]) for key, value in everything(other, its_optimizer).items())
+
+
+def test_a_replay_waits_for_the_copy(tmp_path: Path, monkeypatch) -> None:
+    """A recorded step changes parameters, and counts that as changes, without calling its optimizer."""
+    grid = ff.Grid.alone("cpu")
+    model, optimizer = made("gpt-tiny", grid, sharded=False)
+    take(model, optimizer, 1)
+    real = saving.HostCopy.result
+    monkeypatch.setattr(saving.HostCopy, "result", lambda copy: (time.sleep(0.2), real(copy))[1])
+    saver, step = Saver(grid, tmp_path), ff.StepGraph(lambda: None, model)
+
+    def replay() -> None:
+        with torch.no_grad():
+            model.norm.weight.add_(1)
+
+    step._graph, step._recording = SimpleNamespace(replay=replay), Recording(torch.device("cpu"), {})
+    step._inputs = ()
+    for number in (2, 3):
+        saved = everything(model, optimizer)
+        saver.save(number, model, optimizer, {})
+        step._replay(())
+    saver.wait()
+    assert len(grid.before_replays) == 1
+    other, its_optimizer = made("gpt-tiny", grid, sharded=False, seed=1)
     load_training(tmp_path / "step-00000003", other, its_optimizer)
     assert all(torch.equal(value, saved[key]) for key, value in everything(other, its_optimizer).items())
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,17 @@ LLAMA = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=2, max_position_embeddings=64, rope_theta=500.0,
 )  # fmt: skip
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": dict(rope_type="linear", factor=2.0),
+    "llama3": dict(
+        rope_type="llama3", factor=4.0, original_max_position_embeddings=16, low_freq_factor=1.0, high_freq_factor=2.0
+    ),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=0.5),
+    "yarn-mscale": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.3
+    ),
+}
+"""Scaled rotary positions, with an original length so short that the four pairs of features are scaled differently."""
 THEIRS: dict[str, Any] = {
     "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4),
     "gpt2-untied": lambda: transformers.GPT2Config(
@@ -44,6 +56,10 @@ THEIRS: dict[str, Any] = {
     "llama-biased": lambda: transformers.LlamaConfig(
         **LLAMA, head_dim=6, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
+    **{
+        f"llama-{name}": partial(transformers.LlamaConfig, **LLAMA, rope_parameters={"rope_theta": 500.0, **rope})
+        for name, rope in SCALED.items()
+    },
     "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=8),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(
@@ -60,6 +76,14 @@ OURS = {
     "gpt2-untied": ModelConfig(**SIZES, tied=False, norm_eps=1e-3),
     "gpt_neox": ModelConfig(**SIZES, positions="rope", rope_theta=500.0, tied=False),
     "llama": ModelConfig(**{**SIZES, **LLAMA_LIKE, "heads": 8, "kv_heads": 2}),
+    **{
+        f"llama-{kind}": ModelConfig(**{**SIZES, **LLAMA_LIKE}, rope_scaling=kind, rope_factor=4.0, **scaled)
+        for kind, scaled in {
+            "linear": {},
+            "llama3": dict(rope_original_seq=16, rope_fast=2.0),
+            "yarn": dict(rope_original_seq=16, rope_slow=0.5, rope_fast=3.0, rope_attention=1.2),
+        }.items()
+    },
     "llama-biased": ModelConfig(**{**SIZES, **LLAMA_LIKE, "kv_heads": 2, "head_dim": 6, "bias": True, "tied": True}),
     "qwen3": ModelConfig(
         **{**SIZES, **LLAMA_LIKE, "hidden": 40, "heads": 3, "kv_heads": 1}, qk_norm=True, norm_eps=1e-6
@@ -456,8 +480,21 @@ def test_a_head_that_is_missing(gpt2: Path, tmp_path: Path) -> None:
         ("mistral", {"max_position_embeddings": "many", "sliding_window": 32}, "max_position_embeddings=many"),
         ("llama", {"rope_parameters": {"rope_theta": "wide"}}, 'rope_theta = "wide"; it must be a number'),
         ("gpt2", {"n_layer": "two"}, 'layers = "two"; it must be a whole number'),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*: rotary angles are not scaled"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "'llama3'.*rotary angles"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "'dynamic'.*: rotary angles",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+            "rotary angles are scaled",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+            "rotary angles are scaled",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: rotary positions rotate whole heads"),
         ("llama", {"attention_bias": True}, "attention_bias=True, mlp_bias=False: biases"),
         ("mistral", {"sliding_window": 32}, "sliding_window=32: .* max_position_embeddings=64; lower that to 32"),

@@ -15,6 +15,7 @@ from fourfold.grid import Shape
 from fourfold.params import local_of
 from harness import grid_of
 from plain_images import ResNet
+from share import others_slow
 
 
 def build(name: str) -> nn.Module:
@@ -44,7 +45,7 @@ def loaded(name: str, shape: Shape, folder: Path) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", others_slow(["gpt2", "resnet"], 2))
 def test_a_parallelised_module_is_saved_on_one_grid_and_loaded_on_another(ranks, name: str, tmp_path: Path) -> None:
     pool = ranks(4)
     pool.run(saved, name, Shape(x=2, z=2), tmp_path / "weights", timeout=120)

@@ -291,3 +291,17 @@ def test_without_shtab_it_says_what_to_install() -> None:
     assert left.stderr == (
         "fourfold: error: fourfold completion needs the package shtab; install fourfold[train], or shtab\n"
     )
+
+
+def test_a_plan_does_not_promise_the_fastest_grid() -> None:
+    """By default the choice is robust: `fourfold plan` and `--grid auto` may take a grid that is not the fastest."""
+    asked = ["plan", "--model", "gpt-tiny", "--machine", "laptop", "--devices", "4"]
+    assert cli.parser().parse_args(asked).risk == "robust"
+    pages = [Path(__file__).parents[2] / name for name in ("README.md", "docs/index.md", "docs/config.md")]
+    texts = [ALL[()].format_help(), *(ALL[name,].format_help() for name in ("plan", "train"))]
+    for text in [*texts, *(page.read_text(encoding="utf-8") for page in pages)]:
+        assert not re.search(
+            r"finds?\s+the\s+fastest\s+grid|planner\s+finds\s+(the\s+mesh\s+that\s+is\s+)?fastest", text
+        )
+    for text in texts[1:]:
+        assert "loses least if the machine is not as its file says" in " ".join(text.split())

@@ -12,6 +12,7 @@ import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.policy import Policy
 from harness import grid_of
+from share import others_slow
 
 FEW, MANY = 1, 3
 """Numbers of layers: the difference is what layers cost, the rest is what a step costs without any."""
@@ -63,7 +64,7 @@ def count_both(name: str, shape: Shape, policy: Policy) -> tuple[int, int]:
     return count_calls(name, shape, policy, FEW), count_calls(name, shape, policy, MANY)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", others_slow(CASES, 2))
 def test_a_layer_costs_few_calls(ranks, case: str) -> None:
     name, shape, policy, most = CASES[case]
     for few, many in ranks(shape.world).run(count_both, name, shape, policy):

@@ -17,6 +17,7 @@ from fourfold.params import local_of
 from fourfold.policy import Policy
 from harness import grid_of, join_shards
 from parity import rotating_cases
+from share import others_slow
 
 
 def biases(mode: str) -> dict[str, torch.Tensor]:
@@ -32,7 +33,7 @@ def biases(mode: str) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("mode", ["sharded", "replicated"])
+@pytest.mark.parametrize("mode", others_slow(["sharded", "replicated"], 2))
 def test_bias_gradients_are_right_when_z_cuts_the_tokens(ranks, mode: str) -> None:
     found = ranks(4).run(biases, mode)
     alone = ranks(1).run(biases_alone)[0]

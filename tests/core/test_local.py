@@ -30,6 +30,7 @@ from fourfold.params import local_of
 from fourfold.policy import Policy, Recompute
 from fourfold.product import side_by_side
 from harness import grid_of
+from share import others_slow
 
 EPS = 1e-5
 FEATURES = 12
@@ -422,7 +423,7 @@ def run_packed(name: str, shape: Shape, compiled: bool) -> tuple[list[Tensor], l
     ("name", "shape"),
     [
         ("gpt-tiny", Shape(y=2, z=2)),
-        ("llama-tiny", Shape(x=2, y=2)),
+        pytest.param("llama-tiny", Shape(x=2, y=2), marks=pytest.mark.slow),
         pytest.param("gpt-tiny", Shape(data=2), marks=pytest.mark.slow),
         pytest.param("llama-tiny", Shape(z=2), marks=pytest.mark.slow),
     ],
@@ -732,6 +733,6 @@ def outcomes_with_bias_and_without(shape: Shape) -> list[float]:
     return differences
 
 
-@pytest.mark.parametrize("shape", [Shape(x=2, y=2), Shape(x=4)], ids=str)
+@pytest.mark.parametrize("shape", others_slow([Shape(x=2, y=2), Shape(x=4)], 2), ids=str)
 def test_joining_in_place_and_by_a_copy_agree_on_grids(ranks, shape: Shape) -> None:
     assert ranks(4).run(outcomes_with_bias_and_without, shape) == [[0.0, 0.0]] * 4

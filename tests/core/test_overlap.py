@@ -9,6 +9,7 @@ import time
 import weakref
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from fourfold.ledger import Collective, Event
 from fourfold.params import LazyTensor, local_of
 from fourfold.policy import WORTH_HIDING_NBYTES, Overlap, Policy, choose_halves
 from harness import RankFailed, Ranks, grid_of
-from share import share
+from share import others_slow, share
 
 CONFIGS = {
     "gpt": ff.models.config("gpt-tiny", layers=2, hidden=24, heads=4, kv_heads=4, head_dim=6, mlp_hidden=24, vocab=53),
@@ -100,13 +101,13 @@ def test_overlap_does_not_change_a_bit(ranks, shape, name, options, micro_steps)
     """Every policy on every grid, for 20 steps, in `make soak`."""
     halves = 2 if shape.x * shape.y > 1 else 1
     overlaps = all_overlaps(halves)[:2]
-    found = ranks(4).run(differences, shape, name, Policy(**options), halves, micro_steps, 3, overlaps)
+    found = ranks(4).run(differences, shape, name, Policy(**options), halves, micro_steps, 2, overlaps)
     assert found == [[]] * 4
 
 
 def in_halves(shape: Shape, name: str, options: dict) -> float:
     """How far two halves are from one: losses, gradients, parameters; each against the largest value of its kind."""
-    one, two = (train(shape, name, Policy(**options, overlap=Overlap(halves=h)), steps=3) for h in (1, 2))
+    one, two = (train(shape, name, Policy(**options, overlap=Overlap(halves=h)), steps=2) for h in (1, 2))
     scale = max(a.abs().max().item() for a in one[1:])
     worst = ((one[0] - two[0]).abs().max() / one[0].abs().max()).item()
     return max(worst, *((a - b).abs().max().item() / scale for a, b in zip(one[1:], two[1:], strict=True) if len(a)))
@@ -166,10 +167,16 @@ def flights(events: list[Event], op: str, axis: str, label: str) -> list[list[st
 
 
 def behind(ranks, shape: Shape, overlap: Overlap, op: str, axis: str, label: str, **options: object) -> list[list[str]]:
-    found = [flights(events, op, axis, label) for events in ranks(shape.world).run(run_events, shape, overlap, options)]
+    found = [flights(events, op, axis, label) for events in all_events(ranks, shape, overlap, tuple(options.items()))]
     assert found[0]
     assert all(other == found[0] for other in found)  # every rank launches and waits in the same order
     return found[0]
+
+
+@cache
+def all_events(ranks, shape: Shape, overlap: Overlap, options: tuple[tuple[str, object], ...]) -> list[list[Event]]:
+    """Return the events of every rank. Several collectives are looked up in the events of one run."""
+    return ranks(shape.world).run(run_events, shape, overlap, dict(options))
 
 
 def run_events(shape: Shape, overlap: Overlap, options: dict) -> list[Event]:
@@ -206,7 +213,7 @@ def joint_and_apart(shape: Shape, options: dict) -> list[list[Collective]]:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": "block"}, {"keep_weights": True}], ids=str)
+@pytest.mark.parametrize("options", others_slow([{"recompute": "block"}, {}, {"keep_weights": True}], 2), ids=str)
 def test_small_messages_over_z_travel_together(ranks, options: dict) -> None:
     """In all the same bytes, in messages of about the size of the largest weight, but for the last ones of a pass."""
     found = ranks(2).run(joint_and_apart, Shape(z=2), options)

@@ -19,7 +19,7 @@ def in_turns() -> list[Case]:
     return list(itertools.chain(*chosen))
 
 
-@pytest.mark.parametrize("case", others_slow(in_turns(), 4), ids=str)
+@pytest.mark.parametrize("case", others_slow(in_turns(), 7), ids=str)
 def test_grid_equals_one_process_and_ledger_equals_prediction(ranks, case: Case) -> None:
     check(ranks(case.shape.world), case)
 

@@ -23,6 +23,7 @@ from fourfold.recording import Recording
 from fourfold.step_graph import GradientsBefore, OptimizerSteps, _cause, _first_fault, _fits, slower_replays, why_not
 from fourfold.watch.tape import Tape, Waits, read, tape_path
 from harness import grid_of
+from share import others_slow
 
 CPU = torch.device("cpu")
 GATHER, REDUCE = (Collective(op, "z", 64, 2, op) for op in ("all_gather", "reduce_scatter"))
@@ -220,7 +221,7 @@ def test_a_tape_names_the_collective_that_the_device_waits_for(tmp_path: Path) -
     tape.close()
 
 
-@pytest.mark.parametrize("probability", [0.1, 0.5])
+@pytest.mark.parametrize("probability", others_slow([0.1, 0.5], 2))
 def test_dropout_depends_on_seed_position_and_name_alone(probability: float) -> None:
     from fourfold.kernels import DROP_BLOCK, drop
 
@@ -376,7 +377,7 @@ def calls_of(odd: int) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("odd", [1, 3, 5, 8, 9])
+@pytest.mark.parametrize("odd", others_slow([1, 3, 5, 8, 9], 2))
 def test_ranks_that_get_other_shapes_do_not_wait_for_each_other(ranks, odd: int) -> None:
     """Neither before the recording, nor when replays are compared with the calls before."""
     first, second = ranks(2).run(calls_of, odd)

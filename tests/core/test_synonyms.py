@@ -177,7 +177,7 @@ def test_axes_from_elsewhere_are_answered_with_ours(make: type) -> None:
         ({"tp": 2}, "^tp is x, tensor parallelism: write x=2; a grid has the axes x, y, z, data"),
         ({"dp": 4, "fsdp": 2}, "^dp is data, DDP: write data=4; fsdp is z, FSDP: write z=2; a grid"),
         ({"pp": 2}, "^pp is pipe, pipeline parallelism: write pipe=2; a grid has the axes"),
-        ({"cp": 2}, "^cp: there is no context parallelism; .*; a grid has the axes"),
+        ({"cp": 2}, "^cp is context, context parallelism.*; a grid has the axes"),
         ({"lr": 2}, "^a grid has the axes"),
     ):
         with pytest.raises(TypeError, match=said):

@@ -67,7 +67,7 @@ def steps_of(shape: Shape, sources: list[TokenSource], steps: int, weights: Any 
         coords = shape.coords(rank)
         with loader(sources, seat(shape, rank), weights, **options) as batches:
             for places in joined:
-                mine = torch.cat([torch.stack([tokens, targets]) for tokens, targets, _ in batches.next()], dim=1)
+                mine = torch.cat([torch.stack([tokens, targets]) for tokens, targets, *_ in batches.next()], dim=1)
                 torch.testing.assert_close(places.setdefault((coords["data"], coords["z"]), mine), mine)
     return [torch.cat([places[place] for place in sorted(places)], dim=1) for places in joined]
 
@@ -100,7 +100,7 @@ def test_a_rank_reads_its_own_rows_alone() -> None:
     source = Row(400)
     with loader([source], seat(Shape(z=2, data=2), 1), rows=8, micro_steps=2) as batches:
         first = batches.next()
-    assert [tokens.shape for tokens, _, _ in first] == [(1, SEQ)] * 2
+    assert [tokens.shape for tokens, *_ in first] == [(1, SEQ)] * 2
     assert len(source.read_windows) in (2, 4)  # one step, or two if the next was read before the end
 
 
@@ -141,7 +141,7 @@ def test_held_out_windows_are_never_trained_on() -> None:
         for rank in range(shape.world):
             held = Evaluation(sources, seat(shape, rank), rows=4, seq=SEQ, vocab=4000, held_out=0.25)
             coords = shape.coords(rank)
-            found[coords["data"] * shape.z + coords["z"]] = [targets for _, targets, _ in held]
+            found[coords["data"] * shape.z + coords["z"]] = [targets for _, targets, *_ in held]
             assert len(held) == len(list(held)) == 2  # as often as needed
         batches = zip(*(found[place] for place in sorted(found)), strict=True)
         targets = torch.cat([torch.cat(batch) for batch in batches])
@@ -172,19 +172,21 @@ def three(tmp_path: Path) -> Iterator[TokenFile]:
 def test_documents_by_hand(three: TokenFile) -> None:
     """Windows of 4: 1 2 3 E | 4 E 5 6 | 7 (E) and three tokens that fill it up."""
     with loader([three], rows=3, vocab=10, documents=True) as batches:
-        ((tokens, targets, positions),) = batches.next()
-    assert positions is not None
+        ((tokens, targets, positions, documents),) = batches.next()
+    assert positions is not None and documents is not None
     found = {row[0]: row for row in tokens.tolist()}
     assert found == {1: [1, 2, 3, 9], 4: [4, 9, 5, 6], 7: [7, 9, 9, 9]}
     first, second, third = (tokens[:, 0].tolist().index(token) for token in (1, 4, 7))
     assert targets[[first, second, third]].tolist() == [[2, 3, 9, -100], [9, -100, 6, 7], [9, -100, -100, -100]]
     assert positions[[first, second, third]].tolist() == [[0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 1, 2]]
+    lengths = {1: (4,), 4: (2, 2), 7: (1, 3)}
+    assert documents == tuple(length for first in tokens[:, 0].tolist() for length in lengths[first])
 
 
 def test_without_documents_text_runs_on(three: TokenFile) -> None:
     with loader([three], rows=3, vocab=10) as batches:
-        ((tokens, targets, positions),) = batches.next()
-    assert positions is None
+        ((tokens, targets, positions, documents),) = batches.next()
+    assert positions is None and documents is None
     assert targets[tokens[:, 0].tolist().index(4)].tolist() == [9, 5, 6, 7]
 
 
@@ -235,7 +237,7 @@ def test_unigram_entropy_by_hand(tmp_path: Path) -> None:
 def read_on_grid(shape: Shape) -> tuple[list[list[int]], list[list[int]]]:
     grid = grid_of(shape)
     with loader([Row(400)], grid, rows=8, micro_steps=2) as batches, loader([Row(400)], rows=8) as whole:
-        found = torch.cat([tokens.cpu() for tokens, _, _ in batches.next()])
+        found = torch.cat([tokens.cpu() for tokens, *_ in batches.next()])
         return found.tolist(), local_rows(whole.next()[0][0], grid).tolist()
 
 

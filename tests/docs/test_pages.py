@@ -7,12 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from markdown import markdown
 
 from fourfold.commands.options import setting
 from fourfold.train.config import read_config
 from pages import ROOT, Block, PageError, blocks_of, commands_of, follow, understood
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 
 
 @pytest.mark.slow
@@ -100,6 +102,15 @@ def test_a_block_for_another_framework_is_compiled_only(tmp_path: Path, monkeypa
 def test_commands_go_on_over_lines() -> None:
     block = Block("bash", "# first\nls \\\n  -l\n\npwd  # where\n", 10)
     assert list(commands_of(block)) == [(12, "ls   -l"), (14, "pwd  # where")]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_lists_and_tables_are_lists_and_tables(page: Path) -> None:
+    """Each needs a blank line before it, or it is the end of a paragraph on the site."""
+    html = markdown(page.read_text(), extensions=["pymdownx.superfences", "tables"])
+    text = re.sub(r"<(pre|code)\b.*?</\1>", "", html, flags=re.DOTALL)
+    for paragraph in re.findall(r"<p>.*?</p>", text, flags=re.DOTALL):
+        assert not re.search(r"\n(- |\d+\. |\|)", paragraph), paragraph
 
 
 def test_every_block_of_every_page_has_a_kind() -> None:

@@ -14,7 +14,7 @@ from fourfold.grid import Grid, Shape
 from fourfold.params import local_of
 from fourfold.policy import Policy
 from harness import Largest, grid_of
-from share import share
+from share import others_slow, share
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53)
 
@@ -38,7 +38,7 @@ def train(shape: Shape, policy: Policy, counted: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mode", ["sharded", "replicated"])
+@pytest.mark.parametrize("mode", others_slow(["sharded", "replicated"], 2))
 @pytest.mark.parametrize("shape", share([Shape(x=2, z=2), Shape(x=2, y=2), Shape(y=2, data=2)], 3), ids=str)
 def test_chunks_change_nothing_but_messages(ranks, shape: Shape, mode: str) -> None:
     for counted in (False, True):

@@ -222,8 +222,8 @@ def test_stacks_on_one_rank_equal_plain_torch() -> None:
 
 @pytest.mark.parametrize("world", others_slow(GRIDS, 2))
 def test_stacks_equal_plain_torch(ranks, world: int) -> None:
-    """On 3 and 4 ranks a part of the stacks on each grid; soak_images.py takes all."""
-    cases = cases_of(GRIDS[world], every=world == 2, share={2: 2, 3: 2, 4: 6}[world])
+    """A part of the stacks on each grid; soak_images.py takes all."""
+    cases = cases_of(GRIDS[world], every=world == 2, share={2: 4, 3: 2, 4: 6}[world])
     for shape in GRIDS[world]:
         for found in ranks(world).run(all_errors, [case for case in cases if case[0] == shape]):
             check(found)

@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "shape", "policy"),
-    [pytest.param(*case, marks=[] if at < 2 else [pytest.mark.slow]) for at, case in enumerate(CASES)],
+    [pytest.param(*case, marks=[pytest.mark.slow] if at else []) for at, case in enumerate(CASES)],
     ids=[f"{name} {shape}" for name, shape, _ in CASES],
 )
 def test_pairs_are_trained_as_by_one_process(ranks, alone, name: str, shape: Shape, policy: Policy) -> None:

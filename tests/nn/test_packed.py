@@ -24,6 +24,7 @@ from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from harness import grid_of, join_shards
+from share import others_slow
 
 SEED = 5
 LENGTHS = ((5, 6), (11,), (1, 1, 9), (3, 7, 1))
@@ -112,9 +113,10 @@ CASES = [
     (Shape(x=2, y=2), [Policy(), Policy("replicated")], ["gpt", "llama"]),
     (Shape(y=2, data=2), [Policy(), Policy(loss_chunk=9)], ["llama"]),
 ]
+SOME = [pytest.param(*case, marks=[pytest.mark.slow] if place == 1 else []) for place, case in enumerate(CASES)]
 
 
-@pytest.mark.parametrize(("shape", "policies", "kinds"), CASES, ids=[str(case[0]) for case in CASES])
+@pytest.mark.parametrize(("shape", "policies", "kinds"), SOME, ids=[str(case[0]) for case in CASES])
 def test_packed_rows_on_a_grid_equal_documents_alone_and_send_what_is_predicted(ranks, shape, policies, kinds) -> None:
     found = ranks(shape.world).run(step, shape, policies, kinds)
     for rank, results in enumerate(found):
@@ -130,7 +132,7 @@ def test_packed_rows_on_a_grid_equal_documents_alone_and_send_what_is_predicted(
             assert Counter(result["records"]) == Counter(step_program(sizes, optimizer=False).records)
 
 
-@pytest.mark.parametrize("shape", [Shape(x=2, y=2), Shape(x=2, z=2)], ids=str)
+@pytest.mark.parametrize("shape", others_slow([Shape(x=2, y=2), Shape(x=2, z=2)], 2), ids=str)
 def test_recompute_of_packed_rows_is_bitwise_equal(ranks, shape: Shape) -> None:
     policies = [Policy(recompute=kind) for kind in ("none", "attention", "block")]
     for none, *others in ranks(4).run(step, shape, policies, ["llama"]):

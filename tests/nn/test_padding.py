@@ -199,8 +199,8 @@ def train(shape: Shape, policy: Policy) -> dict[str, Any]:
     ("shape", "policy", "width"),
     [
         (Shape(x=2, y=2), Policy(overlap=APART), 1088),  # 1033 columns of 2065
-        (Shape(y=2, z=2), Policy(loss_chunk=13, overlap=APART), 2112),
-        (Shape(x=2, z=2), Policy("replicated", overlap=APART), 1088),
+        pytest.param(Shape(y=2, z=2), Policy(loss_chunk=13, overlap=APART), 2112, marks=pytest.mark.slow),
+        pytest.param(Shape(x=2, z=2), Policy("replicated", overlap=APART), 1088, marks=pytest.mark.slow),
     ],
     ids=["spread", "chunked", "replicated"],
 )

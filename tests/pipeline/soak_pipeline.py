@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
-from itertools import product
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # what tests share
@@ -26,8 +24,8 @@ from fourfold.schedule.named import BUILDERS
 from fourfold.schedule.stages import PLACEMENTS, Stages, place
 from fourfold.shape import Shape, shapes_of
 from harness import Ranks
+from soak_grids import soak
 
-LIMIT = 1e-10
 PIPES = (2, 3, 4, 8)
 
 
@@ -74,31 +72,20 @@ def case_of(draw: random.Random, shape: Shape) -> Case:
     return Case(shape, policy, draw.random() < 0.5, layers, max(1, micro_steps), draw.random() < 0.5)
 
 
+def error_of(pool: Ranks, case: Case) -> float:
+    pool.start(on_ranks, case)
+    return largest_error(on_one_process(case), pool.results(120))
+
+
+def name_of(case: Case) -> str:
+    schedule = case.policy.schedule
+    return f"{schedule if isinstance(schedule, str) else 'searched'} n={case.micro_steps}"
+
+
 def main(draws: int = 8) -> int:
-    failed, began = 0, time.monotonic()
     small = [shape for world in range(2, 9) for shape in shapes_of(world, axes=AXES) if shape.pipe in PIPES]
     shapes = [shape for shape in small if Case(shape).config.misfit(shape, Policy()) is None]
-    pool = Ranks(shapes[0].world)
-    for shape, number in product(shapes, range(draws)):
-        if pool.world != shape.world:
-            pool.close()
-            pool = Ranks(shape.world)
-        case = case_of(random.Random(f"{shape} {number}"), shape)
-        try:
-            pool.start(on_ranks, case)
-            error = largest_error(on_one_process(case), pool.results(120))
-        except Exception as fault:
-            error = float("inf")
-            print(f"{type(fault).__name__}: {str(fault)[-600:]}", flush=True)
-            pool.close()
-            pool = Ranks(shape.world)
-        failed += error > LIMIT
-        verdict = "" if error <= LIMIT else f"FAILED: {case}"
-        print(f"{shape} {number} {case.policy.schedule if isinstance(case.policy.schedule, str) else 'searched'} "
-              f"n={case.micro_steps}: {error:.1e} {verdict}", flush=True)  # fmt: skip
-    pool.close()
-    print(f"{len(shapes)} grids, {draws} draws each: {failed} failed, {time.monotonic() - began:.0f} s")
-    return 1 if failed else 0
+    return soak(shapes, draws, case_of, error_of, name_of)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def refusals(case: Case) -> dict[str, str]:
         "no gradients": torch.no_grad()(lambda: forward_backward(model, rows)),
         "no targets": lambda: forward_backward(model, [rows[0][:1]]),
         "other names": lambda: forward_backward(model, [{"input_ids": rows[0][0], "labels": rows[0][1]}]),
-        "too many parts": lambda: forward_backward(model, [(*rows[0], *rows[0])]),
+        "too many parts": lambda: forward_backward(model, [(*rows[0], *rows[0], None)]),
         "own loss": lambda: functional.cross_entropy(model(rows[0][0]).flatten(0, 1), rows[0][1].flatten()).backward(),
         "wrong ids": lambda: forward_backward(model, [(rows[0][0] + 53, rows[0][1])]),
     }
@@ -154,7 +154,7 @@ def test_what_forward_backward_refuses_it_refuses_on_all_ranks(ranks) -> None:
         assert "gradients are off" in said["no gradients"]
         assert "the tokens and the targets" in said["no targets"]
         assert "named tokens, targets, positions" in said["other names"]
-        assert "4 parts" in said["too many parts"]
+        assert "5 parts" in said["too many parts"]
         assert "give the targets to model(tokens, targets)" in said["own loss"]
         assert "below vocab=53" in said["wrong ids"]
         assert said["left of refused rows"] == ""

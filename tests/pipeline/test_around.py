@@ -19,6 +19,7 @@ from fourfold.schedule.stages import Stages
 from fourfold.shape import Shape
 from harness import grid_of
 from pipeline.test_pipeline import SEED, Case
+from share import others_slow
 
 INTERLEAVED = Policy(stages=Stages.even(4, 2, 2))
 SHAPES = [
@@ -80,7 +81,7 @@ def plain_loops(case: Case) -> dict[str, Any]:
     return {"loss": loss, "accumulated": total, "evaluated": sum(shares), "off": max(off.values())}
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize("case", others_slow(SHAPES, 2), ids=str)
 def test_a_plain_loop_computes_what_forward_backward_computes(ranks, case: Case) -> None:
     for found in ranks(case.shape.world).run(plain_loops, case):
         assert found["off"] < 1e-12

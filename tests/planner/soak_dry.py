@@ -33,7 +33,7 @@ def main() -> None:
         collectives = compare(case)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         print(f"{name} on {case.shape.world} ranks: {collectives} collectives, {seconds:.1f} s ({cpu:.1f} s of a core)")
-    programs = test_program.cases()
+    programs = [*test_program.cases(), *test_program.context_cases()]
     for case in programs:
         test_program.compare(*case)
     print(f"{len(programs)} programs are what the code does")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,11 +17,12 @@ from fourfold import kernels
 from fourfold.cli import parser
 from fourfold.commands.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
 from fourfold.grid import Grid, Shape
-from fourfold.ledger import Collective
+from fourfold.ledger import Collective, Op
 from fourfold.planner import calibrate as planner_calibrate
 from fourfold.planner.calibrate import (
     BLOCK_ROWS,
     BLOCKS,
+    COLLECTIVES,
     HIDDEN,
     HIDDEN_ROWS,
     LEAST_LARGEST,
@@ -73,6 +74,12 @@ def test_links_are_found_again() -> None:
         assert links[group].bandwidth == pytest.approx(link.bandwidth, rel=1e-6)
         assert links[group].latency == pytest.approx(link.latency, rel=1e-6)
     assert fit_links([]) == (0.0, {})
+
+
+def test_every_operation_of_a_group_is_timed_and_no_other() -> None:
+    """A message between two ranks is none: its record would not have the bytes that a collective sends. An all-to-all
+    takes the links of a context group, which machine files do not have."""
+    assert set(COLLECTIVES) == set(get_args(Op)) - {"send", "receive", "all_to_all"}
 
 
 def test_no_constant_is_negative_however_noisy_the_times() -> None:
@@ -130,6 +137,7 @@ def found(**changes: object) -> Measured:
         messages=messages(20e-6, LINKS),
         computation=Computation((*timed(1e14, 200.0), Timed(8, 8, 8, "fp32", 1e-6)), 6e13, 1e12, 1e-6, STEPS),
         contention=1.2,
+        sharing=0.5,
     )
     return Measured(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from fourfold.grid import Shape
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp
 from fourfold.planner.trace import DryRun
 from fourfold.planner.transformer import flops_per_token
-from share import share
+from share import others_slow, share
 
 # --- against the program
 
@@ -27,7 +27,7 @@ def test_dry_run_equals_the_program(alone, case: Case) -> None:
     assert alone(dry.compare, case) > 10
 
 
-@pytest.mark.parametrize("recompute", ["none", "attention", "block"])
+@pytest.mark.parametrize("recompute", others_slow(["attention", "none", "block"], 2))
 def test_flops_are_those_of_the_program(alone, recompute: Any) -> None:
     """The ranks that share a place's tokens share its products, whose sizes divide here."""
     shape = Shape(4, 2, 8, 3)

@@ -13,6 +13,7 @@ import pytest
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.planner.machine import (
+    ASSUMED,
     CARD,
     HostSpeed,
     LinkSpeed,
@@ -139,7 +140,7 @@ def refusal(text: str) -> str:
 def test_every_constant_is_needed_possible_and_has_a_source() -> None:
     text = to_toml(load_machine("perlmutter"))
     found = list(constants(text))
-    assert len(found) == 10 + 2 * 2 + 2 + 2 * 3
+    assert len(found) == 12 + 2 * 2 + 3 + 2 * 3
     for index, path in found:
         key = re.split(r"\.", path)[-1]
         for value in ("-1", "nan", "inf", '"many"', "true"):
@@ -151,7 +152,14 @@ def test_every_constant_is_needed_possible_and_has_a_source() -> None:
         assert f"{path}.value is missing" in refusal(changed(text, index, f'{key} = {{ source = "s" }}'))
         extra = refusal(changed(text, index, f'{key} = {{ value = 1, source = "s", sauce = "" }}'))
         assert f"unknown key {path}.sauce (did you mean 'source'?)" in extra
-        if section_of(path) not in ("peak", "gemm"):
+        if key in ASSUMED:
+            without = parse_machine(changed(text, index, ""), "some.toml")
+            assert getattr(without, key) == 0.0
+            assert key in without.uncertain
+        elif path == "between.ring_bandwidth":
+            between = parse_machine(changed(text, index, ""), "some.toml").between
+            assert between is not None and between.per_ring(1) == between.bandwidth
+        elif section_of(path) not in ("peak", "gemm"):
             missing = refusal(changed(text, index, ""))
             assert re.search(r"(?:^|[ .\]])" + key + " is missing", missing), missing
 
@@ -160,7 +168,7 @@ def section_of(path: str) -> str:
     return path.split(".")[0] if "." in path else ""
 
 
-ZERO = ("reserve", "gemm_half", "overhead", "launch", "turn", "latency")
+ZERO = ("reserve", "gemm_half", "overhead", "launch", "turn", "latency", *ASSUMED)
 
 
 def test_zero_is_refused_where_it_is_impossible() -> None:
@@ -182,11 +190,17 @@ def test_zero_is_refused_where_it_is_impossible() -> None:
         ("gemm_half", "gem_half", "unknown key gem_half (did you mean 'gemm_half'?)"),
         ("bf16 =", "bf61 =", "unknown key peak.bf61 (did you mean 'bf16'?)"),
         ("[gemm]\nbf16", "[gemm]\nfp16", "gemm has fp16, fp32; it must be given for the dtypes of peak: bf16, fp32"),
-        ("value = 2.8e+14", "value = 3.2e+14", "gemm.bf16 = 3.2e+14; it must be at most peak.bf16 = 3.12e+14"),
+        ("value = 2.57e+14", "value = 3.2e+14", "gemm.bf16 = 3.2e+14; it must be at most peak.bf16 = 3.12e+14"),
         ("value = 2500000000", "value = 50e9", "reserve = 50000000000; it must be less than memory"),
         ("stride = 2\n", "stride = 3\n", "inside[2] has stride 3, size 2; it must be a group inside a node of 4"),
         ("stride = 2\n", "stride = 1\n", "inside[2] has stride 1, size 2; it must be a group inside a node of 4"),
         ("size = 4\n", "size = 1\n", "inside[1].size = 1; it must be a whole number from 2 up"),
+        (
+            "ring_bandwidth = { value = 8e+10",
+            "ring_bandwidth = { value = 8e+11",
+            "between.ring_bandwidth = 8e+11; it must be at most between.bandwidth = 1e+11",
+        ),
+        ("[[inside]]\n", '[[inside]]\nring_bandwidth = { value = 1, source = "s" }\n', "unknown key inside[0].ring_"),
         ("[[inside]]", "[inside]", "no TOML"),
         ("value = 4,", "value = 4.5,", "devices_per_node = 4.5; it must be the devices of a node, a whole number"),
     ],
@@ -213,7 +227,7 @@ def test_a_node_of_several_devices_needs_an_inside() -> None:
 
 def test_an_unknown_machine_names_the_nearest_and_all() -> None:
     with pytest.raises(
-        ValueError, match=r"no machine 'perlmuter' \(did you mean 'perlmutter'\?\); there are dgx-h100, "
+        ValueError, match=r"no machine 'perlmuter' \(did you mean 'perlmutter'\?\); there are dgx-a100, dgx-h100, "
     ):
         load_machine("perlmuter")
     with pytest.raises(FileNotFoundError, match=r"no machine file none.toml; `fourfold calibrate --out none.toml`"):
@@ -224,28 +238,31 @@ PUBLISHED = {
     "perlmutter": {(1, 2): 76, (1, 4): 225, (2, 2): 76},
     "frontier": {(1, 2): 129, (1, 4): 52, (1, 8): 135, (2, 2): 50, (2, 4): 72, (4, 2): 36},
 }
-BETWEEN = {"perlmutter": (4, 80), "frontier": (8, 40)}
+BETWEEN = {"perlmutter": (4, 100, 80), "frontier": (8, 100, 40)}
+"""Devices of a node, GB/s of its network cards, and GB/s of a single ring."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_bandwidths_of_axes_are_the_published_ones(name: str) -> None:
-    """Inside a node the table, across nodes b / min(devices per node, P)."""
-    machine, (devices, between) = load_machine(name), BETWEEN[name]
+    """Inside a node the table, across nodes that of the cards / min(devices per node, P), at most that of one ring."""
+    machine, (devices, cards, ring) = replace(load_machine(name), congestion=0.0), BETWEEN[name]
     for stride in (1, 2, 4, 8, 16):
         for size in (2, 4, 8, 16):
             route = Seconds(machine, Shape(x=stride, z=size, data=4)).link("z")
             if stride * size <= devices:
                 assert (route.bandwidth, route.crosses) == (PUBLISHED[name][stride, size] * GB, False)
             else:
-                assert (route.bandwidth, route.crosses) == (between * GB / min(devices, stride), True)
+                rings = min(devices, stride)
+                assert (route.bandwidth, route.crosses) == (min(ring, cards / rings) * GB, True)
+                assert route.load == pytest.approx(min(1.0, rings * ring / cards), rel=1e-12)
 
 
 def test_the_order_of_axes_decides_their_strides() -> None:
     machine = load_machine("perlmutter")
-    assert Seconds(machine, Shape(x=8, z=4)).link("z").bandwidth == 20 * GB
+    assert Seconds(machine, Shape(x=8, z=4)).link("z").bandwidth == 25 * GB
     turned = Seconds(machine, Shape(x=8, z=4, order=("z", "x", "y", "data")))
     assert turned.link("z").bandwidth == 225 * GB
-    assert turned.link("x").bandwidth == 20 * GB
+    assert turned.link("x").bandwidth == 25 * GB
     assert turned.link("y").bandwidth == math.inf
 
 
@@ -292,6 +309,22 @@ def test_rings_take_the_closed_form() -> None:
     gather = 5e-6 + (8e-6 + 8e-6 + 1e-6) + 3 * nbytes / 4 / 16e9
     assert line.collective(Collective("all_gather", "z", nbytes, 4)) == pytest.approx(gather, rel=1e-15)
     assert line.collective(Collective("all_reduce", "z", nbytes, 4)) == pytest.approx(2 * gather - 5e-6, rel=1e-15)
+
+
+def test_a_single_ring_between_nodes_does_not_use_all_cards() -> None:
+    """And a file that does not say so is priced as if it did."""
+    limited = small(between=LinkSpeed(16e9, 8e-6, ring_bandwidth=6e9))
+    for shape, axis, bandwidth, load in (
+        (Shape(z=4), "z", 6e9, 6 / 16),  # one ring over all ranks
+        (Shape(x=2, z=2), "z", 6e9, 12 / 16),  # two rings with one rank of each node
+        (Shape(x=2, z=2, data=2), "data", 6e9, 12 / 16),
+    ):
+        assert Seconds(limited, shape).link(axis).bandwidth == bandwidth
+        assert Seconds(limited, shape).link(axis).load == load
+        assert Seconds(small(), shape).link(axis).load == 1.0
+    wide = small(between=LinkSpeed(16e9, 8e-6, ring_bandwidth=10e9))
+    assert Seconds(wide, Shape(x=2, z=2)).link("z").bandwidth == 8e9  # the cards limit two rings
+    assert Seconds(wide, Shape(x=2, z=2)).link("z").load == 1.0
 
 
 def test_a_small_sum_over_many_takes_a_tree() -> None:

@@ -56,6 +56,7 @@ CASES = [
     Case(Shape(y=2, pipe=2), Policy(schedule="zb-h1", recompute="attention")),
     Case(Shape(pipe=4), Policy(stages=Stages.even(8, 4, 2)), layers=8, micro_steps=8),
     Case(Shape(pipe=4), Policy(schedule="zb-h1"), micro_steps=3),
+    Case(Shape(z=2, pipe=2, context=2), Policy(schedule="zb-h1", context_way="gather"), llama=True),
     Case(Shape(pipe=2), Policy(stages=Stages((0, 2, 2, 3, 6), (0, 1, 0, 1))), tied=False),
     Case(
         Shape(x=2, pipe=2, order=("pipe", "x", "y", "z", "data")),
@@ -75,7 +76,7 @@ def follow_the_code(case: Case) -> None:
         assert order(case.program(rank, optimizer=True).work) == order(dry.program), place
 
 
-@pytest.mark.parametrize("case", others_slow(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", others_slow(CASES, 4), ids=str)
 def test_the_program_of_every_pipe_rank_is_what_the_code_does(alone, case: Case) -> None:
     alone(follow_the_code, case)
 
@@ -84,7 +85,7 @@ def on_ranks(case: Case) -> list[tuple[object, ...]]:
     """Return what the ledger records of a second step with the norm of its gradients."""
     grid = grid_of(case.shape)
     model = ff.models.build(case.config, grid, policy=case.policy)
-    rows = torch.randint(53, (ROWS, SEQ), generator=torch.Generator().manual_seed(grid.shape.place(grid.rank)))
+    rows = torch.randint(53, (ROWS, SEQ), generator=torch.Generator().manual_seed(grid.shape.row_place(grid.rank)))
     for _ in range(2):
         with grid.ledger.watch() as records:
             ff.forward_backward(model, [(rows, rows)] * case.micro_steps)
@@ -93,7 +94,7 @@ def on_ranks(case: Case) -> list[tuple[object, ...]]:
     return [dataclasses.astuple(record) for record in records]
 
 
-@pytest.mark.parametrize("case", others_slow(CASES, 5), ids=str)
+@pytest.mark.parametrize("case", others_slow(CASES, 7), ids=str)
 def test_the_ledger_of_every_rank_is_the_program(ranks, case: Case) -> None:
     pool = ranks(case.shape.world)
     pool.start(on_ranks, case)

@@ -19,10 +19,10 @@ from closed_form import ClosedForm
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.nn.embedding import looks_up_in_place
-from fourfold.planner.program import LaunchOp, MatmulOp, WaitOp, Work
+from fourfold.planner.program import LaunchOp, MatmulOp, Rehearsal, WaitOp, Work
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.trace import dry_run
-from fourfold.planner.transformer import flops_per_token, step_program
+from fourfold.planner.transformer import TransformerProgram, flops_per_token, step_program
 from fourfold.policy import Overlap, Policy, Recompute
 from share import share
 
@@ -50,7 +50,7 @@ CASES = 7
 
 def cases() -> list[tuple[str, Shape, Policy, int]]:
     """A fixed sample of everything that orders a step."""
-    draw = random.Random(3)
+    draw, chunks = random.Random(3), random.Random(4)
     modes = list(product(MODELS, SHAPES, ("sharded", "replicated"), ("none", "attention", "block"), (1, 2)))
     draw.shuffle(modes)
     found = []
@@ -74,11 +74,44 @@ def cases() -> list[tuple[str, Shape, Policy, int]]:
             compute_dtype=draw.choice([None, torch.bfloat16]),
             bucket_bytes=draw.choice([4000, 25 << 20]),
             even_tokens=draw.random() < 0.7,
+            mlp_chunk=chunks.choice([0, 0, 13, 1000]),
             overlap=overlap,
         )
         if MODELS[name].misfit(shape, policy) is None:
             found.append((name, shape, policy, draw.choice([1, 1, 2, 3])))
     return found
+
+
+def context_cases() -> list[tuple[str, Shape, Policy, int]]:
+    """The same for grids on which places share their rows, with all ways in which K and V travel."""
+    draw = random.Random(5)
+    shapes = [
+        Shape(z=2, context=2),
+        Shape(data=2, context=2),
+        Shape(z=4, context=2),
+        Shape(x=2, z=2, context=2),
+        Shape(z=2, data=2, context=4),
+        Shape(y=2, z=4, context=4),
+    ]
+    ways = ("auto", "gather", "exchange", "ring", "ulysses:2", "ulysses:2+gather", "ulysses:2+ring")
+    modes = list(product(MODELS, shapes, ways, ("none", "attention", "block"), (1, 2)))
+    draw.shuffle(modes)
+    return [
+        (
+            name,
+            shape,
+            Policy(
+                recompute=recompute,
+                context_way=way,
+                keep_gathered=draw.random() < 0.3,
+                loss_chunk=draw.choice([0, 7]),
+                even_tokens=draw.random() < 0.5,
+                overlap=Overlap(halves=halves, wgrad_behind_messages=draw.random() < 0.8),
+            ),
+            draw.choice([1, 2]),
+        )
+        for name, shape, way, recompute, halves in modes
+    ]
 
 
 def order(work: list[Work]) -> list[tuple[str, object]]:
@@ -95,17 +128,55 @@ def order(work: list[Work]) -> list[tuple[str, object]]:
     return found
 
 
-def compare(name: str, shape: Shape, policy: Policy, micro_steps: int, rows: int = ROWS) -> None:
+def compare(
+    name: str,
+    shape: Shape,
+    policy: Policy,
+    micro_steps: int,
+    rows: int = ROWS,
+    documents: tuple[int, ...] | None = None,
+    rank: int = 0,
+) -> None:
     """Compare the rehearsed program with the dry run."""
-    config = MODELS[name]
-    dry = dry_run(config, shape, rows=rows, seq=SEQ, policy=policy, micro_steps=micro_steps, optimizer=True)
-    planned = step_program(LocalSizes(config, shape, policy, rows, SEQ), micro_steps=micro_steps)
-    assert order(planned.work) == order(dry.program)
+    config, steps = MODELS[name], micro_steps
+    dry = dry_run(
+        config, shape, rank=rank, rows=rows, seq=SEQ, policy=policy, micro_steps=steps, optimizer=True,
+        documents=documents,
+    )  # fmt: skip
+    sizes = LocalSizes(config, shape, policy, rows, SEQ, rank=rank, documents=documents)
+    assert order(step_program(sizes, micro_steps=steps).work) == order(dry.program)
 
 
-@pytest.mark.parametrize("case", cases()[:CASES], ids=lambda case: f"{case[0]} {case[1]}")
+@pytest.mark.parametrize("case", [*cases()[:CASES], *context_cases()[:3]], ids=lambda case: f"{case[0]} {case[1]}")
 def test_program_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, int]) -> None:
     alone(compare, *case)
+
+
+DOCUMENTS = 9, 7, 16, 1, 1, 1, 13, 3, 3, 10
+"""The lengths of documents in four rows."""
+
+
+@pytest.mark.parametrize(("way", "halves"), [("auto", 1), ("ulysses:2+exchange", 2)])
+def test_program_with_documents_is_what_the_code_does_on_every_member(alone, way: str, halves: int) -> None:
+    policy = Policy(context_way=way, assignment="documents", overlap=Overlap(halves=halves))
+    alone(compare_members, Shape(z=2, data=2, context=4), policy)
+
+
+def compare_members(shape: Shape, policy: Policy) -> None:
+    for rank in range(shape.world):
+        compare("llama", shape, policy, 1, ROWS, DOCUMENTS, rank)
+
+
+def test_known_order_of_weights_gives_the_program_after_a_first_step() -> None:
+    for name, shape, policy, micro_steps in share(cases(), 5):
+        sizes = LocalSizes(MODELS[name], shape, policy, ROWS, SEQ)
+        host = Rehearsal(sizes)
+        model = TransformerProgram(sizes, host)
+        host.silent = True  # a first step, in which the engine records the order by itself
+        model.step(1, optimizer=True, clip=True)
+        host.silent = False
+        model.step(micro_steps, optimizer=True, clip=True)
+        assert step_program(sizes, micro_steps=micro_steps).work == host.work, (name, shape, policy)
 
 
 def test_the_largest_half_decides_how_all_halves_look_up_their_tokens(alone) -> None:

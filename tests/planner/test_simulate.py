@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -81,6 +82,29 @@ def test_a_lane_takes_one_after_another_and_lanes_run_beside_each_other() -> Non
     assert two.seconds == pytest.approx(alone, rel=1e-12)
 
 
+@pytest.mark.parametrize("sharing", [0.0, 0.5, 1.0])
+def test_communicators_inside_a_node_share_its_links_as_measured(sharing: float) -> None:
+    short, long = collective("all_gather", "x", 200_000_000), collective("all_gather", "x", 400_000_000)
+    seconds = Seconds(MACHINE, SHAPE)
+    (fixed, a), (_, b) = [(cost.fixed, cost.moving) for cost in map(seconds.transfer, (short, long))]
+    both = LaunchOp(0, short, "x gather"), LaunchOp(1, long, "x reduce"), WaitOp(0), WaitOp(1)
+    line = run(*both, machine=replace(MACHINE, sharing=sharing))
+    assert line.seconds == pytest.approx(fixed + b + sharing * a, rel=1e-9)  # what `calibrate` solves for
+
+
+def test_more_nodes_slow_down_transfers_between_nodes_by_the_congestion() -> None:
+    record = collective("all_gather", "data", 10_000_000)
+    alone = Seconds(MACHINE, SHAPE).transfer(record)
+    congested = Seconds(replace(MACHINE, congestion=0.1, name="congested"), SHAPE).transfer(record)
+    doublings = math.log2(SHAPE.world / MACHINE.devices_per_node)
+    assert congested.moving == pytest.approx((1 + 0.1 * doublings) * alone.moving, rel=1e-12)
+
+
+def test_nothing_sent_takes_no_turn() -> None:
+    machine = replace(MACHINE, device="cpu", turn=0.05, inside={(1, 2): LinkSpeed(1e9, 0.0)}, name="cores")
+    assert Seconds(machine, Shape(data=2)).transfer(Collective("all_reduce", "data", 0, 2, "")).beside == 1.0
+
+
 def test_transfers_that_cross_nodes_share_the_card() -> None:
     over_z, over_data = collective("all_gather", "z", 10_000_000), collective("all_gather", "data", 10_000_000)
     z, data = (Seconds(MACHINE, SHAPE).transfer(record) for record in (over_z, over_data))
@@ -90,6 +114,26 @@ def test_transfers_that_cross_nodes_share_the_card() -> None:
     left = data.moving - (z.fixed - data.fixed)
     expected = z.fixed + 2 * min(z.moving, left) + abs(z.moving - left)
     assert line.seconds == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("ring", [0.4e8, 0.5e8, 0.8e8])
+def test_rings_that_leave_the_cards_bandwidth_run_beside_each_other(ring: float) -> None:
+    """Two transfers of one ring each: the cards slow them down by what both would need together."""
+    machine = replace(MACHINE, name=f"ring {ring}", devices_per_node=1, between=LinkSpeed(1e8, 0.0, ring))
+    record = collective("all_gather", "z", 10_000_000)
+    alone = Seconds(machine, SHAPE).transfer(record)
+    assert (alone.load, alone.moving) == (ring / 1e8, 7_500_000 / ring)
+    both = LaunchOp(0, record, "z gather"), LaunchOp(1, record, "z reduce"), WaitOp(0), WaitOp(1)
+    assert run(*both, machine=machine).seconds == pytest.approx(
+        1e-3 + max(1.0, 2 * ring / 1e8) * alone.moving, rel=1e-9
+    )
+
+
+def test_congestion_slows_down_a_single_ring_too() -> None:
+    machine = replace(MACHINE, name="one ring", devices_per_node=1, between=LinkSpeed(1e8, 0.0, 0.4e8))
+    seconds = Seconds(replace(machine, name="congested", congestion=0.1), SHAPE)
+    assert seconds.link("z").bandwidth == pytest.approx(0.4e8 / (1 + 0.1 * 5), rel=1e-12)  # 32 nodes
+    assert seconds.link("z").load == 0.4
 
 
 def test_a_collective_waits_for_what_was_computed_before_its_launch() -> None:
@@ -208,6 +252,24 @@ def test_many_layers_and_micro_steps_wait_for_the_host_too() -> None:
     assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert found.host == pytest.approx(whole.host, rel=0.01)
     assert found.seconds == pytest.approx(found.compute + found.host, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "micro_steps", "said"),
+    [
+        (Shape(z=2, data=2), 2, 1, r"rows=2, micro_steps=1 and 4 places \(data\*z\) .* 8 rows in all, but .* has 16"),
+        (Shape(z=2, pipe=2), 8, 2, "32 rows in all, but the batch of the task has 16"),
+        (Shape(), -8, -2, "each at least 1"),
+        (Shape(x=5), 16, 1, "heads=12 is not divisible by x\\*y=5\\*1 on the grid x=5"),
+    ],
+)
+@pytest.mark.parametrize("quick", [True, False])
+def test_what_does_not_cut_the_batch_or_the_model_has_no_price(
+    shape: Shape, rows: int, micro_steps: int, said: str, quick: bool
+) -> None:
+    task = Task(ff.models.config("gpt-125m"), load_machine("dgx-h100"), 16, 1024)
+    with pytest.raises(ValueError, match=said):
+        price(task, Candidate(shape, Policy(), rows, micro_steps), quick=quick)
 
 
 def test_trace_has_a_thread_for_each_track() -> None:

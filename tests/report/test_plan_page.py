@@ -18,6 +18,7 @@ from browser import attribute, opened
 from fourfold import cli
 from fourfold.axes import AXES
 from fourfold.planner.explain import add_training
+from fourfold.planner.goodput import FailureRates
 from fourfold.report import plan_text
 from fourfold.report.plan_page import (
     BARS,
@@ -264,8 +265,10 @@ def test_a_table_fits_its_width_and_loses_nothing(width: int) -> None:
 def test_a_training_has_hours_and_with_a_price_a_cost(price: float | None) -> None:
     document = plan()
     tokens, first = 1000 * document["batch_tokens"] - 1, document["grids"][0]
-    add_training(document, tokens, price)
-    hours = 1000 * first["seconds"] / 3600  # a part of a step is a step
+    add_training(document, FailureRates(), tokens, price)
+    undisturbed = 1000 * first["seconds"] / 3600  # a part of a step is a step
+    hours = undisturbed / first["goodput"]
+    assert 0.9 < first["goodput"] < 1
     assert document["training"] == {"tokens": tokens, "steps": 1000, "price": price}
     assert first["training"]["hours"] == pytest.approx(hours)
     assert first["training"]["device_hours"] == pytest.approx(hours * document["devices"])

@@ -26,7 +26,7 @@ from fourfold.shape import Shape
 
 LLAMA = ff.models.config("llama-3-8b", layers=14)
 ETHERNET = replace(
-    load_machine("dgx-h100"), name="slow links", devices_per_node=1, between=LinkSpeed(bandwidth=1.5e9, latency=2e-5)
+    load_machine("dgx-h100"), name="slow links", devices_per_node=1, between=LinkSpeed(bandwidth=1.2e9, latency=2e-5)
 )
 SHAPES = (Shape(pipe=4), Shape(data=2, pipe=2), Shape(z=4), Shape(x=4))
 

@@ -18,12 +18,12 @@ from runs import needs_proc
 pytestmark = needs_proc
 
 CASES = [
-    Case("start", "kill", 2),
-    Case("first step", "Ctrl-C", 2),
     Case("save", "SIGTERM", 2),
 ]
 
 SLOW = [
+    Case("start", "kill", 2),
+    Case("first step", "Ctrl-C", 2),
     Case("building", "SIGTERM", 2),
     Case("resume", "SIGTERM", 2),
     Case("step", "stop", 2, "pipe=2"),

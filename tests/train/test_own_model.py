@@ -51,7 +51,7 @@ def expected(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> list[floa
     losses = []
     with Loader([TokenFile(Path(tokens))], [1.0], Grid.alone("cpu"), **sizes) as loader:
         for _ in range(STEPS):
-            inputs, targets, _ = loader.next()[0]
+            inputs, targets, *_ = loader.next()[0]
             loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             loss.backward()
             optimizer.step()

@@ -23,7 +23,7 @@ from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.language_model import build_model
 from fourfold.train.loop import Run
 from fourfold.train.run_folder import JsonLines, MemorySink, RunEvent
-from harness import grid_of
+from harness import grid_of, pool
 from runs import column, trained
 from share import others_slow
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("case", others_slow(CASES, 3), ids=str)
+@pytest.mark.parametrize("case", others_slow(CASES, 5), ids=str)
 def test_curves_are_those_of_one_process(ranks: Any, folder: Path, case: Case) -> None:
     """Losses, norms and evaluations: clipping, optimizers, LoRA and packed documents know nothing of stages."""
     changes = {**FOUR, **case.data, "train.evaluate_every": 2}
@@ -112,24 +112,35 @@ def test_the_schedule_of_a_plan_is_the_one_of_folder_runtime_and_page(ranks: Any
     assert "Step 3 took" in page
 
 
-def test_a_run_resumes_bit_for_bit_on_its_grid_and_goes_on_on_others(ranks: Any, folder: Path) -> None:
-    changes = {
-        **FOUR, "checkpoint.every": 2, "checkpoint.keep_last": 9, "plan.compare": False, "log.tensorboard": False,
-        "train.evaluate_every": 0, "pipeline.schedule": "zb-h1",
-    }  # fmt: skip
-    config = config_of("gpt-tiny", "fp64", STEPS, folder, Shape(x=2, pipe=2), changes)
-    whole = folder / "whole"
-    ranks(4).run(trained, config, whole)
+SAVING: Changes = {
+    **FOUR, "checkpoint.every": 2, "checkpoint.keep_last": 9, "plan.compare": False, "log.tensorboard": False,
+    "train.evaluate_every": 0, "pipeline.schedule": "zb-h1",
+}  # fmt: skip
+SAVED_ON = Shape(x=2, pipe=2)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """The folder of a run that nothing interrupted."""
+    pool(4).run(trained, config_of("gpt-tiny", "fp64", STEPS, folder, SAVED_ON, SAVING), folder / "whole")
+    return folder / "whole"
+
+
+@pytest.mark.parametrize("shape", [SAVED_ON, pytest.param(Shape(pipe=4), marks=pytest.mark.slow), Shape(z=2)], ids=str)
+def test_a_run_resumes_bit_for_bit_on_its_grid_and_goes_on_on_others(
+    ranks: Any, folder: Path, whole: Path, shape: Shape
+) -> None:
     expected = column(whole, "step", "loss")
-    for shape, keys in ((Shape(x=2, pipe=2), changes), (Shape(pipe=4), changes), (Shape(z=2), {**changes, **PLAIN})):
-        again = folder / f"again-{shape}"
-        shutil.copytree(whole, again)
-        shutil.rmtree(again / "checkpoints" / f"step-{STEPS:08}")
-        other = config_of("gpt-tiny", "fp64", STEPS, folder, shape, keys)
-        ranks(shape.world).run(partial(trained, resume=True), other, again)
-        found = column(again, "step", "loss")
-        assert found == expected if shape == config.grid.shape else found == pytest.approx(expected, rel=1e-9)
-        assert (again / "pipeline" / "rank-1.json").exists() is (shape.pipe > 1)
+    again = folder / f"again-{shape}"
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / f"step-{STEPS:08}")
+    keys = SAVING if shape.pipe > 1 else {**SAVING, **PLAIN}
+    ranks(shape.world).run(
+        partial(trained, resume=True), config_of("gpt-tiny", "fp64", STEPS, folder, shape, keys), again
+    )
+    found = column(again, "step", "loss")
+    assert found == expected if shape == SAVED_ON else found == pytest.approx(expected, rel=1e-9)
+    assert (again / "pipeline" / "rank-1.json").exists() is (shape.pipe > 1)
 
 
 def test_a_pipeline_is_compared_with_one_process(ranks: Any, folder: Path) -> None:

@@ -256,7 +256,8 @@ def test_ranks_on_the_cpu_share_its_cores_and_its_memory() -> None:
     ("device", "name", "note"),
     [
         ("NVIDIA A100-SXM4-40GB", "perlmutter", ""),
-        ("NVIDIA A100-SXM4-80GB", "perlmutter", "no packaged machine has NVIDIA A100-SXM4-80GB: priced as perlmutter"),
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100", ""),
+        ("NVIDIA A100-PCIE-40GB", "perlmutter", "no packaged machine has NVIDIA A100-PCIE-40GB: priced as perlmutter"),
         ("Quadro", "dgx-h100", "no packaged machine has Quadro: priced as dgx-h100, which has NVIDIA H100 80GB HBM3"),
     ],
 )

@@ -168,7 +168,7 @@ def test_on_another_grid_and_number_of_ranks_within_rounding(one: Ranks, ranks, 
         assert column(folder, "step", "step") == list(range(1, STEPS + 1))
     assert read_config(alone / "config.toml").grid.shape == Shape()
     (before,) = json.loads((alone / "run.json").read_text())["resumed"]
-    assert (before["grid"], before["step"]) == (Shape(z=2).sizes, HALF)
+    assert (before["grid"], before["step"]) == (Shape(z=2).named, HALF)
 
 
 # --- the command
@@ -993,20 +993,27 @@ ENDLESS = ("--set", "train.evaluate_every=0", "--set", "log.tensorboard=false", 
 LONG = 30
 
 
-@pytest.fixture(scope="module")
-def jobs(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
-    """A rank of the first is killed on its way."""
-    folder = tmp_path_factory.mktemp("jobs")
-    steady = ("--grid", "z=2", *ENDLESS, "--set", "optimizer.schedule=constant", "--set", "optimizer.warmup=0")
-    often = ("--set", "checkpoint.every=5")
-    commands = {
-        "killed": train_arguments(tokens, folder / "killed", *steady, *often, steps=LONG),
-        "stopped": train_arguments(tokens, folder / "stopped", *steady, steps=10**6),
-    }
-    found = {name: started(warm.command, folder / name, arguments) for name, arguments in commands.items()}
-    threading.Thread(target=kill_a_rank, args=[found["killed"]], daemon=True).start()
-    yield found
-    end(found.values())
+STEADY = ("--grid", "z=2", *ENDLESS, "--set", "optimizer.schedule=constant", "--set", "optimizer.warmup=0")
+
+
+@pytest.fixture
+def killed(tokens: str, tmp_path: Path) -> Iterator[Job]:
+    """A job of which one rank is killed on its way."""
+    folder = tmp_path / "killed"
+    arguments = train_arguments(tokens, folder, *STEADY, "--set", "checkpoint.every=5", steps=LONG)
+    job = started(warm.command, folder, arguments)
+    threading.Thread(target=kill_a_rank, args=[job], daemon=True).start()
+    yield job
+    end([job])
+
+
+@pytest.fixture
+def endless(tokens: str, tmp_path: Path) -> Iterator[Job]:
+    """A job that trains until it is stopped."""
+    folder = tmp_path / "stopped"
+    job = started(warm.command, folder, train_arguments(tokens, folder, *STEADY, steps=10**6))
+    yield job
+    end([job])
 
 
 def kill_a_rank(job: Job) -> None:
@@ -1027,9 +1034,9 @@ def wait_until(job: Job, there: Path, timeout: float = 120) -> None:
 
 @pytest.mark.slow
 @needs_proc
-def test_sigterm_to_a_job_saves_on_all_ranks_and_another_number_goes_on(jobs: dict[str, Job], one: Ranks) -> None:
+def test_sigterm_to_a_job_saves_on_all_ranks_and_another_number_goes_on(endless: Job, one: Ranks) -> None:
     """Sent to all of it, so that ranks get it a second time, from the launcher."""
-    job = jobs["stopped"]
+    job = endless
     wait_for_steps(job)
     pids = ranks_of(job)
     os.killpg(job.pid, signal.SIGTERM)
@@ -1047,8 +1054,8 @@ def test_sigterm_to_a_job_saves_on_all_ranks_and_another_number_goes_on(jobs: di
 
 
 @needs_proc
-def test_a_rank_that_dies_is_started_again_by_itself(jobs: dict[str, Job], ranks, tmp_path: Path) -> None:
-    job = jobs["killed"]
+def test_a_rank_that_dies_is_started_again_by_itself(killed: Job, ranks, tmp_path: Path) -> None:
+    job = killed
     wait_until(job, job.folder.with_suffix(".pid"))
     config = read_config(job.folder / "config.toml")
     ranks(2).run(trained, config, tmp_path / "uninterrupted")
@@ -1056,9 +1063,9 @@ def test_a_rank_that_dies_is_started_again_by_itself(jobs: dict[str, Job], ranks
     assert (left.code, left.err.count("\n")) == (0, 1), left.err
     (said,) = left.err.splitlines()
     pid = job.folder.with_suffix(".pid").read_text()
-    killed = f"fourfold: rank 1 (process {pid}) was killed by SIGKILL; the other ranks were stopped"
+    death = f"fourfold: rank 1 (process {pid}) was killed by SIGKILL; the other ranks were stopped"
     (step,) = column(job.folder, "resumed", "step")
-    assert said == f"{killed}; the run resumes after step {step} in 1 s (start 2)"
+    assert said == f"{death}; the run resumes after step {step} in 1 s (start 2)"
     assert step % 5 == 0
     assert column(job.folder, "step", "step") == list(range(1, LONG + 1))
     for key in CONTINUED:

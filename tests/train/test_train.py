@@ -121,13 +121,13 @@ def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
     folder, _ = finished
     assert {path.name for path in folder.iterdir()} == {
         "config.toml", "run.json", "metrics.jsonl", "events.jsonl", "log.txt", "logs", "tensorboard", "data",
-        "checkpoints", ".lock",
+        "checkpoints", "machine.toml", ".lock",
     }  # fmt: skip
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     assert [path.suffix for path in (folder / "data").iterdir()] == [".tokens"]
     facts = json.loads((folder / "run.json").read_text())
     model = models.config("gpt-tiny", layers=1)
-    assert facts["grid"] == Shape().sizes
+    assert facts["grid"] == Shape().named
     assert facts["order"] == list(AXES)
     assert (facts["ranks"], facts["model"], facts["steps"], facts["tokens_per_step"]) == (1, "gpt-tiny", STEPS, 48)
     assert facts["parameters"] == model.parameters
@@ -152,7 +152,8 @@ def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
 def test_metrics_are_lines_with_every_figure(finished: tuple[Path, Left]) -> None:
     folder, _ = finished
     lines = lines_of(folder)
-    kinds = ["step"] * 4 + ["evaluation"] + ["step"] * 2 + ["evaluation", "saved", "compared", "end"]
+    kinds = ["step"] * 4 + ["evaluation"] + ["step"] * 2 + ["evaluation", "saved"]
+    kinds += ["compared", "corrected", "end"]
     assert [line["event"] for line in lines] == kinds
     steps = [line for line in lines if line["event"] == "step"]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -254,12 +255,12 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
     assert {"step 2", "step 3"} <= {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     found = json.loads(left.out)
     assert found.keys() == {
-        "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "spikes", "saved",
+        "config", "grid", "predicted", "compared", "corrected", "steps", "evaluations", "skipped", "spikes", "saved",
         "resumed", "stragglers", "end",
     }  # fmt: skip
     config = parse(TrainConfig, found["config"])
     assert replace(config, train=replace(config.train, out=None)) == read_config(tmp_path / "run" / "config.toml")
-    assert found["grid"] == Shape().sizes
+    assert found["grid"] == Shape().named
     lines = [line for line in lines_of(tmp_path / "run") if line["event"] == "step"]
     assert found["steps"] == [{key: value for key, value in line.items() if key != "event"} for line in lines]
     assert found["end"] == {"step": 3, "reason": "finished"}
@@ -297,9 +298,11 @@ def test_print_config_reads_back_and_starts_nothing(one: Ranks, tmp_path: Path) 
     assert "default: 0)\nrows = 4\n" in left.out
     assert not (tmp_path / "run").exists()
     (left,) = one.run(cli, "train", str(path), "--grid", "auto", "--ranks", "4", "--print-config", "--device", "cpu")
-    assert left.err.startswith("grid data=4 by the planner: ")
+    chosen = read_config(None, [*_flat(tomllib.loads(left.out))]).grid.shape
+    assert chosen.world == 4
+    assert left.err.startswith(f"grid {chosen}")
+    assert " by the planner: " in left.err
     assert left.err.count("\n") == 1
-    assert read_config(None, [*_flat(tomllib.loads(left.out))]).grid.shape.sizes == Shape(data=4).sizes
 
 
 def _flat(table: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -631,19 +634,25 @@ def interrupted_twice(*arguments: str) -> Left:
         return cli(*arguments)
 
 
-@pytest.fixture(scope="module")
-def jobs(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
-    folder = tmp_path_factory.mktemp("jobs")
-    endless = ("--grid", "z=2", "--set", "train.evaluate_every=0", "--set", "log.tensorboard=false")
-    found = {
-        name: started(warm.command, folder / name, train_arguments(tokens, folder / name, *endless, steps=10**6))
-        for name in ("dies", "ctrl-c")
-    }
-    torchrun = ["--standalone", "--nproc-per-node", "2", "-m", "fourfold.cli"]
-    torchrun += train_arguments(tokens, folder / "torchrun", "--grid", "x=2", "--json", "-", steps=2)
-    found["torchrun"] = started(cold_torchrun, folder / "torchrun", torchrun)
-    yield found
-    end(found.values())
+@pytest.fixture
+def endless(tokens: str, tmp_path: Path) -> Iterator[Job]:
+    """A job that trains until its test stops it. Each test has its own: one that waits for its test takes the cores."""
+    folder = tmp_path / "run"
+    more = ("--grid", "z=2", "--set", "train.evaluate_every=0", "--set", "log.tensorboard=false")
+    job = started(warm.command, folder, train_arguments(tokens, folder, *more, steps=10**6))
+    yield job
+    end([job])
+
+
+@pytest.fixture
+def torchrun(tokens: str, tmp_path: Path) -> Iterator[Job]:
+    """A job of two steps that torchrun starts."""
+    folder = tmp_path / "run"
+    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "fourfold.cli"]
+    arguments += train_arguments(tokens, folder, "--grid", "x=2", "--json", "-", steps=2)
+    job = started(cold_torchrun, folder, arguments)
+    yield job
+    end([job])
 
 
 def cold_torchrun(*arguments: str) -> int:
@@ -655,8 +664,8 @@ def cold_torchrun(*arguments: str) -> int:
 
 
 @needs_proc
-def test_a_rank_that_dies_ends_the_job(jobs: dict[str, Job]) -> None:
-    job = jobs["dies"]
+def test_a_rank_that_dies_ends_the_job(endless: Job) -> None:
+    job = endless
     wait_for_steps(job)
     pids = ranks_of(job)
     assert pids.keys() == {0, 1}
@@ -672,8 +681,8 @@ def test_a_rank_that_dies_ends_the_job(jobs: dict[str, Job]) -> None:
 
 
 @needs_proc
-def test_ctrl_c_ends_the_job_in_order(jobs: dict[str, Job]) -> None:
-    job = jobs["ctrl-c"]
+def test_ctrl_c_ends_the_job_in_order(endless: Job) -> None:
+    job = endless
     wait_for_steps(job)
     pids = ranks_of(job)
     began = time.monotonic()
@@ -690,12 +699,12 @@ def test_ctrl_c_ends_the_job_in_order(jobs: dict[str, Job]) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_ranks(jobs: dict[str, Job]) -> None:
-    job = jobs["torchrun"]
+def test_torchrun_starts_the_ranks(torchrun: Job) -> None:
+    job = torchrun
     left = ended(job, timeout=120)
     assert left.code == 0, left.err
     found = json.loads(left.out)
-    assert found["grid"] == Shape(x=2).sizes
+    assert found["grid"] == Shape(x=2).named
     assert [step["loss"] for step in found["steps"]] == column(job.folder, "step", "loss")
     assert found["steps"][0]["wire_bytes"].keys() == {"x"}
     assert (job.folder / "checkpoints" / "step-00000002" / "rank-00001.safetensors").exists()

@@ -263,7 +263,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("way", "shape", "mode"), share(CASES, 19), ids=str)
+@pytest.mark.parametrize(("way", "shape", "mode"), share(CASES, 29), ids=str)
 def test_changes_in_place_and_functions_are_exact(ranks, way: str, shape: Shape, mode: str) -> None:
     for found in ranks(shape.world).run(differences, way, shape, mode):
         wrong = {name: error for name, error in found.items() if not error <= TOLERANCE}

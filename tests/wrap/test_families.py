@@ -29,7 +29,7 @@ from fourfold.policy import Policy
 from fourfold.wrap import whole_tensors
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
-from share import share
+from share import others_slow, share
 
 STEPS = 3
 PAIRS = [
@@ -65,7 +65,7 @@ def cases() -> list[Case]:
     return sorted(found, key=lambda case: (case.shape.world, str(case.shape)))
 
 
-@pytest.mark.parametrize("case", share(cases(), 12), ids=str)
+@pytest.mark.parametrize("case", others_slow(share(cases(), 12), 2), ids=str)
 def test_family_on_a_grid_equals_the_plain_model(ranks, case: Case) -> None:
     check(ranks(case.shape.world), case)
 

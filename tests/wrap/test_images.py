@@ -28,7 +28,7 @@ from fourfold.wrap.adapters import adapters_of
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
 from plain_images import MobileNet, ResNet, UNet
-from share import share
+from share import others_slow, share
 
 ROWS, STEPS, CLASSES = 12, 3, 10
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -89,7 +89,7 @@ def loss_of(out: Tensor, targets: Tensor) -> Tensor:
     return functional.mse_loss(out, targets) if targets.dim() > 1 else functional.cross_entropy(out, targets)
 
 
-@pytest.mark.parametrize("case", share(cases(), 7), ids=str)
+@pytest.mark.parametrize("case", others_slow(share(cases(), 7), 2), ids=str)
 def test_a_network_on_a_grid_equals_the_plain_one(ranks, case: Case) -> None:
     check(ranks(case.shape.world), case)
 
@@ -319,7 +319,7 @@ def operations(shape: Shape) -> dict[str, tuple[float, dict]]:
     return found
 
 
-@pytest.mark.parametrize("shape", [Shape(x=2, y=2), Shape(x=4)], ids=str)
+@pytest.mark.parametrize("shape", others_slow([Shape(x=4), Shape(x=2, y=2)], 2), ids=str)
 def test_operations_over_space_run_on_parts(ranks, shape: Shape) -> None:
     """Of 3 channels on 4 ranks, so that one has none."""
     for found in ranks(4).run(operations, shape):

@@ -135,7 +135,7 @@ CASES += [(name, shape, "sharded") for name, shape in ALSO]
 CASES += [(name, Shape(), "sharded") for name in ("multihead", "normed", "lstm")]
 
 
-@pytest.mark.parametrize(("name", "shape", "mode"), share(CASES, 9), ids=str)
+@pytest.mark.parametrize(("name", "shape", "mode"), share(CASES, 13), ids=str)
 def test_module_without_known_structure_trains_as_on_one_process(ranks, name: str, shape: Shape, mode: str) -> None:
     for wrong in ranks(shape.world).run(check_strange, name, shape, mode):
         assert not wrong, f"{name} on {shape}, {mode}: {wrong}"
@@ -440,6 +440,8 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], Any]]] = {
     "attention again": ("recompute='attention'.*use 'block'", planned(None, recompute="attention")),
     "halves": ("halves=2.*use halves=None or 1", planned(None, overlap=ff.Overlap(halves=2))),
     "chunks": ("loss_chunk=5.*use loss_chunk=0", planned(None, loss_chunk=5)),
+    "offload": ("offload=True works with.*use offload=False", planned(None, offload=True)),
+    "chunks of an MLP": ("mlp_chunk=5.*use mlp_chunk=0", planned(None, mlp_chunk=5)),
     "state of a number": ("shard_optimizer=True.*scale has no dims", lambda g: on(g, Raw, shard_optimizer=True)),
     "another policy": (
         "on the grid x=2 already",

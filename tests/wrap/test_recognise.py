@@ -23,7 +23,7 @@ from fourfold.wrap.adapters import GatheredAdapter, adapters_of
 from fourfold.wrap.detect import LinearDetector, LinearForm
 from harness import grid_of
 from linears import LINEARS, ByHand, OwnForward, Products, Turned, by_einsum, by_matmul
-from share import share
+from share import others_slow, share
 
 GRIDS = [
     *(Shape(x=2), Shape(y=2), Shape(z=2), Shape(data=2)),
@@ -221,7 +221,7 @@ def multiplied(shape: Shape) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("shape", [Shape(x=2), Shape(y=2)], ids=str)
+@pytest.mark.parametrize("shape", others_slow([Shape(x=2), Shape(y=2)], 2), ids=str)
 def test_every_rank_multiplies_its_part_alone(ranks, shape: Shape) -> None:
     for found in ranks(2).run(multiplied, shape):
         assert all(part == 0.5 for part in found.values()), found

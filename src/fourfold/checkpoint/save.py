@@ -169,6 +169,8 @@ class Saver:
             self.wait()
         elif optimizer is not self._hooked:
             optimizer.register_step_pre_hook(lambda *_: self.wait_for_staging())
+            if self._hooked is None:
+                self.grid.before_replays.append(self.wait_for_staging)  # a replay changes parameters without that hook
             self._hooked = optimizer  # once: every registered hook would run at each step
 
     def _require_newest(self, step: int) -> None:

@@ -121,7 +121,7 @@ def parts(out: Path, length: TourLength) -> list[TourPart]:
     return [
         TourPart(
             "Plan",
-            "Which grid is the fastest for a GPT of 80 billion parameters on 1,024 devices of Frontier? Fourfold cuts "
+            "Which grid should train a GPT of 80 billion parameters on 1,024 devices of Frontier? Fourfold cuts "
             "every matrix product over three axes, x, y and z, and replicates it over a fourth, data. The planner "
             "prices all grids from a file that describes the machine. It needs no device.",
             (("plan", *planned, "--top", "4"),),
@@ -188,19 +188,20 @@ def walk(tour: Sequence[TourPart], out: Path, *, pause: bool) -> int:
 
 def run(command: Sequence[str]) -> int:
     """Run a command as a process that shares our output; return its exit code, or minus the signal that ended it."""
-    with signals_held_back():
-        child = subprocess.Popen([sys.executable, "-m", "fourfold.cli", *command])
-    with child:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
+    child: subprocess.Popen | None = None
+    try:
+        with signals_held_back():
+            child = subprocess.Popen([sys.executable, "-m", "fourfold.cli", *command])
+        return child.wait()  # a signal that was held back arrives before it, when the child is known
+    except KeyboardInterrupt:
+        if child is not None:
             # Ctrl-C in a terminal has reached the child too; a second signal would end it without cleaning up
             try:
                 child.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 child.terminate()
                 child.wait()
-            raise
+        raise
 
 
 def seam(metrics: Path, step: int) -> str:

@@ -96,7 +96,7 @@ def require_world(ranks: int | None, world: int) -> None:
 def grid_options(shape: Shape) -> list[str]:
     """Return the options that pass this grid to the ranks, so that they do not search for one again."""
     # --grid has no syntax for the order of the axes, so a key of the config sets it
-    sizes = ",".join(f"{axis}={size}" for axis, size in shape.sizes.items())
+    sizes = ",".join(f"{axis}={size}" for axis, size in shape.named.items())
     return ["--grid", sizes, "--set", f"grid.order={json.dumps(shape.order)}"]
 
 

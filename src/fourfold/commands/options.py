@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fourfold import __version__
-from fourfold.axes import AXES
+from fourfold.axes import AXES, CONTEXT
 from fourfold.errors import nearest
 from fourfold.parse import parse_toml
 from fourfold.synonyms import explain_axis, explain_synonym
@@ -205,18 +205,19 @@ def _toml_value(text: str) -> Any:
 
 
 def grid(text: str) -> dict[str, int]:
-    """Parse `x=2,z=2` or `auto`, which is the empty dict."""
+    """Parse `x=2,z=2`, or with context `z=4,context=2`, or `auto`, which is the empty dict."""
     if text == "auto":
         return {}
     sizes: dict[str, int] = {}
+    known = (*AXES, CONTEXT)
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in AXES and (answer := explain_axis(axis, _toml_value(size))):
+        if axis not in known and (answer := explain_axis(axis, _toml_value(size))):
             raise argparse.ArgumentTypeError(answer)
-        if axis not in AXES or not size.isdigit() or int(size) < 1 or axis in sizes:
+        if axis not in known or not size.isdigit() or int(size) < 1 or axis in sizes:
             raise argparse.ArgumentTypeError(
                 f"{part!r} is not an axis with a size; write auto, or for example x=2,z=2, with each of the axes "
-                f"{', '.join(AXES)} at most once"
+                f"{', '.join(AXES)} at most once, and {CONTEXT} besides"
             )
         sizes[axis] = int(size)
     return sizes
@@ -283,6 +284,11 @@ def positive(text: str) -> int:
     if whole(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1; give 1 or more")
     return int(text)
+
+
+def several(text: str) -> list[int]:
+    """Parse whole numbers from 1 up, such as `2,4,8`."""
+    return [positive(part) for part in text.split(",")]
 
 
 def not_negative(text: str) -> float:
@@ -358,26 +364,36 @@ def demo_options(command: argparse.ArgumentParser) -> None:
     flag(command, "--quick", "train only a few steps, enough to see that it works")
 
 
-@command("plan", "find the fastest grid for a model without running it", "plan:plan")
+@command("plan", "choose a grid for a model without running it", "plan:plan")
 def plan_options(command: argparse.ArgumentParser) -> None:
-    """Compare grids, orders of ranks and policies for a model on a machine,
-    fastest first, before anything runs. Planning needs no GPU.
+    """Compare grids, orders of ranks and policies for a model on a machine before
+    anything runs. The first grid is the choice: the one that loses least if the
+    machine is not as its file says, or with --risk fastest the fastest by the file.
+    The others follow, the fastest first. Planning needs no GPU.
 
     package.module:function names your own code. function(grid, policy) returns a
     module of Fourfold layers; function() returns a plain module, which is
     replicated over data. The module's forward(tokens, targets) returns the loss.
     The planner traces the module on meta tensors, so it needs no memory for it.
 
+    Any Hugging Face config.json is answered. Grids and seconds need a model that
+    Fourfold can train as it is (gpt2, gpt_neox, llama, mistral, qwen3); of any
+    other, mixtures of experts and multimodal ones included, the plan has the
+    parameters, the memory, and the least time.
+
     Examples:
       fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M
       fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --why x=4,data=256
-      fourfold plan --model llama-3-70b --machine dgx-h100 --devices 64..1024 --tokens 300G --price 2.5
-      fourfold plan --model my/config.json --machine here.toml --devices 64 --batch-tokens 4M --html plan.html
+      fourfold plan --model llama-3-70b --machine dgx-h100 --devices 64..1024 --tokens 2T --price 2.5 --mtbf 20000
+      fourfold plan --hf my/config.json --machine here.toml --devices 64 --batch-tokens 4M --html plan.html
       fourfold plan --model package.module:function --seq 2048 --machine here.toml --devices 8 --batch-tokens 64k
     """
     asked = command.add_argument_group("the question")
-    model = "a published size such as gpt-80b, a Hugging Face config.json, a .toml, or package.module:function"
-    option(asked, "--model", model, metavar="NAME", required=True)
+    model = (
+        "a published size such as gpt-80b, a Hugging Face config.json or its folder (--hf is another name of this "
+        "option), a .toml, or package.module:function"
+    )
+    asked.add_argument("--model", "--hf", help=model, metavar="NAME", required=True)
     machine = "a packaged machine such as perlmutter, or a machine file (.toml) from fourfold calibrate"
     option(asked, "--machine", machine, metavar="NAME", required=True)
     number_of = "number of devices, or the first and last of several to compare, such as 64..1024"
@@ -385,15 +401,38 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     tokens = "tokens per step, such as 16.8M or 512k; default: by the size of the model, as in fourfold train"
     option(asked, "--batch-tokens", tokens, quantity, "N")
     option(asked, "--seq", "tokens per sequence; default: the model's", whole)
+    lengths = "lengths of the documents that are packed into rows, from fourfold data lengths --json FILE"
+    option(asked, "--lengths", lengths, Path, "FILE")
     dtype = "dtype of matrix products; default: bf16 if the machine file lists it, else fp32"
     option(asked, "--dtype", dtype, choices=("bf16", "fp32"))
     total = "tokens of the whole training, such as 300G or 15T; shows how many hours it takes; default: one step"
     option(asked, "--tokens", total, quantity, "N")
     price = "price of one device for one hour, in any currency; with --tokens shows the cost; default: none"
     option(asked, "--price", price, number, "PRICE")
+    failures = command.add_argument_group("failures and checkpoints, counted with --tokens or if one of these is given")
+    mtbf = (
+        "mean hours between failures of one device with all that belongs to it: the hours between interruptions of "
+        "a job times its devices; default: 50000, the rate of Llama 3 405B on 16,384 GPUs"
+    )
+    option(failures, "--mtbf", mtbf, number, "HOURS")
+    restart = "seconds from a failure until training continues; default: 600, an estimate"
+    option(failures, "--restart", restart, not_negative, "SECONDS")
+    stop = (
+        "seconds for which one save stops training; default: 1 s, and the copy of a device's part (12 bytes per "
+        "parameter over all devices) to its host at 5 GB/s"
+    )
+    option(failures, "--checkpoint", stop, not_negative, "SECONDS")
+    storage = (
+        "GB/s at which all devices together write a checkpoint while training goes on; default: 0.12 for each "
+        "device, as of Llama 3's storage"
+    )
+    option(failures, "--storage", storage, number, "GB/S")
     shown = command.add_argument_group("the answer")
+    risk = "robust: the grid that loses least if the machine is not as its file says; fastest: the fastest by the file"
+    option(shown, "--risk", risk, choices=("robust", "fastest"), default="robust")
     option(shown, "--top", "number of grids to show", whole, default=8)
-    option(shown, "--why", "explain why this grid, such as x=8,z=4, is slower than the best one", grid, "GRID")
+    why = "explain why this grid, such as x=8,z=4, is slower than the best one, or was not chosen although it is faster"
+    option(shown, "--why", why, grid, "GRID")
     option(shown, "--config", "write a config that trains on the best grid", Path, "FILE.toml")
     option(shown, "--html", "write the whole plan as one interactive page", Path, "FILE")
     option(shown, "--json", "write the whole plan as JSON; - prints it instead of the table", metavar="FILE")
@@ -435,7 +474,10 @@ def train_options(command: argparse.ArgumentParser) -> None:
     option(what, "--set", SET, setting, "SECTION.KEY=VALUE", dest="changes", action="append", default=[])
 
     where = command.add_argument_group("where to train")
-    sizes = "sizes of the axes, such as x=2,z=2; default: auto, the grid that the planner finds fastest"
+    sizes = (
+        "sizes of the axes, such as x=2,z=2; default: auto, the planner's choice, which loses least if the machine is "
+        "not as its file says"
+    )
     option(where, "--grid", sizes, grid)
     option(where, "--ranks", RANKS, whole)
     option(where, "--device", DEVICE, choices=DEVICES)
@@ -506,13 +548,15 @@ def sample_options(command: argparse.ArgumentParser) -> None:
     option(command, "--device", DEVICE, choices=DEVICES)
 
 
-@command("data", "prepare text for training", None)
+@command("data", "prepare text for training, show the lengths of documents", None)
 def data_options(_: argparse.ArgumentParser) -> None:
-    """Prepare text for training. `fourfold train --data` also takes plain text, but a
-    token file loads faster and records the name of its tokenizer.
+    """Prepare text for training, and show how long documents are. `fourfold train
+    --data` also takes plain text, but a token file loads faster and records the name of
+    its tokenizer.
 
     Examples:
       fourfold data prepare texts/ --out texts.tokens
+      fourfold data lengths texts.tokens
       fourfold train --data texts.tokens
     """
 
@@ -534,6 +578,32 @@ def prepare_options(command: argparse.ArgumentParser) -> None:
     column = "the key of .jsonl files and the column of .parquet files that has the text; default: text"
     option(command, "--column", column, metavar="NAME", default="text")
     option(command, "--eod", EOD, metavar="TOKEN")
+
+
+@command(
+    "data lengths", "show how long documents are, and how even a context group would be", "data_lengths:show_lengths"
+)
+def lengths_options(command: argparse.ArgumentParser) -> None:
+    """Show the lengths of documents, and draw bags of rows as training would, to see how
+    even attention over a context group would be: for windows that are cut anywhere
+    (data.pack=windows) and whole documents (whole), for both values of
+    policy.assignment.
+
+    Examples:
+      fourfold data lengths texts.tokens
+      fourfold data lengths texts.tokens --seq 8192 --rows 16 --context 4,16 --json -
+    """
+    inputs = "token files, Megatron or nanoGPT .bin, text files, folders, or standard-library"
+    option(command, "inputs", inputs, metavar="INPUT", nargs="+")
+    option(command, "--seq", "tokens of a row", positive, default=2048)
+    option(command, "--rows", "rows of a bag, which the members of a context group share", positive, default=8)
+    option(command, "--context", "sizes of context groups", several, "N,N", default="2,4,8")
+    option(command, "--bags", "number of bags to draw", positive, default=20)
+    option(command, "--seed", "random seed", whole, default=0)
+    option(command, "--tokenizer", "a tokenizer.json for text", metavar="FILE", default="bytes")
+    option(command, "--column", "the key or column with the text", metavar="NAME", default="text")
+    option(command, "--eod", "the token that ends a document; for a .bin its id; default: as it is recorded")
+    option(command, "--json", "write everything as JSON; - prints it instead of the table", metavar="FILE")
 
 
 @command("checkpoint", "list, inspect, verify and convert checkpoints", None)

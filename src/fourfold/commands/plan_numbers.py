@@ -13,10 +13,13 @@ from typing import Any
 
 from fourfold.atomic import write_json
 from fourfold.axes import AXES
-from fourfold.planner.explain import entry, model_facts, training_of
+from fourfold.errors import NoPlanError
+from fourfold.planner.explain import entry, kinds_of, model_facts, robustness, training_of
+from fourfold.planner.goodput import FailureRates
 from fourfold.planner.price import Task
+from fourfold.planner.robust import Risk
 from fourfold.planner.search import Space, search
-from fourfold.report.plan_text import grid_name
+from fourfold.report.plan_text import grid_name, uncertain_text
 from fourfold.report.units import DASH, aligned, count, money, nbytes, percent
 
 WORTHWHILE = 0.8
@@ -26,14 +29,14 @@ KEYS = ("grid", "order", "seconds", "tokens_per_second", "mfu", "peak_bytes", "m
 """What is shown of the best grid for a number of devices."""
 
 
-def compare_numbers(options: argparse.Namespace, task: Task, name: str) -> int:
+def compare_numbers(options: argparse.Namespace, task: Task, name: str, rates: FailureRates) -> int:
     """Plan the same batch for each number of devices, show the plans, and return the exit code."""
     found = []
     for devices in options.devices:
-        found.append(best_for(task, devices))
-        grid = grid_name(found[-1]["grid"]) if "grid" in found[-1] else "nothing fits"
-        print(f"fourfold: {devices:,} devices: {grid}", file=sys.stderr)
+        found.append(best_for(task, devices, rates, options.risk))
+        print(f"fourfold: {devices:,} devices: {grid_or_reason(found[-1])}", file=sys.stderr)
     document = numbers_document(task, model_facts(task.config, name), found, options.tokens, options.price)
+    document["assumptions"] = rates.assumptions
     if options.json == "-":
         print(json.dumps(document, indent=1))
         return 0
@@ -43,32 +46,48 @@ def compare_numbers(options: argparse.Namespace, task: Task, name: str) -> int:
     return 0
 
 
-def best_for(task: Task, devices: int) -> dict[str, Any]:
-    """Return the best grid for a number of devices, or why there is none."""
+def best_for(task: Task, devices: int, rates: FailureRates, risk: Risk) -> dict[str, Any]:
+    """Return the best grid for a number of devices with its goodput, or why there is none.
+
+    With the risk `robust` it also has the seconds between which a step lies, as far as the machine file may be off.
+    """
+    job = rates.job(task.config.parameters, devices)
     try:
-        best = search(task, devices, space=Space(axes=AXES), top=1).best
-    except ValueError as error:
-        return {"devices": devices, "refused": str(error)}
-    shown = entry(best, best, 1)
-    return {"devices": devices, **{key: shown[key] for key in KEYS}}
+        job.require_progress()  # now, because the search may take a minute
+        plan = search(task, devices, space=Space(axes=AXES), top=1, risk=risk)
+        goodput = job.plan(plan.best.seconds)
+    except NoPlanError as error:
+        return {"devices": devices, "refused": str(error), "refused_short": error.short}
+    shown = entry(plan.best, plan.best, 1)
+    band = None if plan.robust is None else robustness(plan.robust, plan.best.seconds)["band_seconds"]
+    return {"devices": devices, **{key: shown[key] for key in KEYS}, "band_seconds": band, **goodput}
+
+
+def grid_or_reason(one: Mapping[str, Any]) -> str:
+    """Return the grid for a number of devices, or in a few words why there is none."""
+    return grid_name(one["grid"]) if "grid" in one else one["refused_short"]
 
 
 def numbers_document(
     task: Task, model: Mapping[str, Any], found: Sequence[dict[str, Any]], tokens: float | None, price: float | None
 ) -> dict[str, Any]:
     """Return the plans with what more devices gain: efficiency counts tokens per second and device, and is 1 for the
-    fewest devices on which the model fits."""
+    fewest devices that have a plan."""
     fits = [one for one in found if "refused" not in one]
     if not fits:
-        raise ValueError(f"{model['name']} fits on none of these numbers of devices: {found[-1]['refused']}")
+        last = found[-1]
+        raise ValueError(
+            f"{model['name']} has no plan for any of these numbers of devices; for {last['devices']}: {last['refused']}"
+        )
     first = fits[0]["tokens_per_second"] / fits[0]["devices"]
     for one in fits:
         one["efficiency"] = one["tokens_per_second"] / one["devices"] / first
         if tokens is not None:
-            one |= training_of(ceil(tokens / task.tokens), one["seconds"], one["devices"], price)
+            one |= training_of(ceil(tokens / task.tokens), one, one["devices"], price)
     return {
         "model": dict(model),
         "machine": task.machine.name,
+        "uncertain": kinds_of(task.machine.uncertain),
         "batch_tokens": task.tokens,
         "tokens": tokens,
         "price": price,
@@ -78,10 +97,14 @@ def numbers_document(
 
 
 def advice(fits: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield where more devices stop being worth it, and with a price which number is the cheapest."""
+    """Yield where more devices stop being worth it, and with a price which number is the cheapest.
+
+    Both count goodput: a job on more devices fails more often.
+    """
     stop = fits[0]
     for fewer, more in pairwise(fits):
-        gain, factor = fewer["seconds"] / more["seconds"], more["devices"] / fewer["devices"]
+        gain = fewer["seconds"] / fewer["goodput"] / (more["seconds"] / more["goodput"])
+        factor = more["devices"] / fewer["devices"]
         if gain < WORTHWHILE * factor:
             yield (
                 f"stop at {fewer['devices']:,} devices: {more['devices']:,} are {gain:.2f} times as fast, less than "
@@ -89,13 +112,13 @@ def advice(fits: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             )
             break
         stop = more
-    else:
-        yield f"up to {stop['devices']:,} devices, more of them are worth it: the step becomes faster nearly as they do"
+    if stop is fits[-1] and len(fits) > 1:
+        yield f"up to {stop['devices']:,} devices, more of them are worth it: training becomes faster nearly as they do"
     if fits[0].get("cost") is not None:
         cheapest = min(fits, key=lambda one: one["cost"])
         yield (
             f"the cheapest is {cheapest['devices']:,} devices: {money(cheapest['cost'])} in "
-            f"{days(cheapest)}; evaluation, checkpoints and restarts come on top"
+            f"{days(cheapest)}; evaluation comes on top"
         )
 
 
@@ -104,24 +127,47 @@ def days(one: Mapping[str, Any]) -> str:
 
 
 def numbers_text(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table, one line for each number of devices, and the advice."""
+    """Yield the table, one line for each number of devices, the advice, and how sure the numbers are."""
     model = document["model"]["name"]
     yield f"{model} on {document['machine']}, {document['batch_tokens']:,} tokens per step"
     yield ""
     with_hours = document["tokens"] is not None
     with_cost = document["price"] is not None
-    head = ["devices", "grid", "micro", "s/step", "tokens/s", "efficiency", "MFU", "peak"]
+    robust = any(one.get("band_seconds") for one in document["numbers"])
+    head = [
+        "devices",
+        "grid",
+        "micro",
+        "s/step",
+        *["at worst"] * robust,
+        "tokens/s",
+        "efficiency",
+        "MFU",
+        "peak",
+        "goodput",
+    ]
     head += ["time"] * with_hours + ["cost"] * with_cost
     rows = [head]
     for one in document["numbers"]:
         if "refused" in one:
-            rows.append([f"{one['devices']:,}", "nothing fits", *[DASH] * (len(head) - 2)])
+            rows.append([f"{one['devices']:,}", grid_or_reason(one), *[DASH] * (len(head) - 2)])
             continue
-        row = [f"{one['devices']:,}", grid_name(one["grid"]), str(one["micro_steps"]), f"{one['seconds']:.3f}"]
+        row = [f"{one['devices']:,}", grid_or_reason(one), str(one["micro_steps"]), f"{one['seconds']:.3f}"]
+        row += [f"{one['band_seconds'][1]:.3f}"] if robust else []
         row += [count(one["tokens_per_second"]), percent(one["efficiency"]), percent(one["mfu"])]
-        row += [nbytes(one["peak_bytes"])]
+        row += [nbytes(one["peak_bytes"]), f"{one['goodput']:.1%}"]
         row += [days(one)] if with_hours else []
         rows.append(row + ([money(one["cost"])] if with_cost else []))
     yield from aligned(rows, right=range(2, len(head)))
     yield ""
     yield from (f"- {line}" for line in document["advice"])
+    yield from (f"- {one['devices']:,} devices: {one['refused']}" for one in document["numbers"] if "refused" in one)
+    if robust:
+        yield (
+            "- each grid is the one that loses least if the machine is not as its file says (--risk fastest: the one "
+            "with the fewest seconds by the file); a step takes s/step by the file, and up to `at worst` as far as the "
+            "file may be off; all other columns are by the file"
+        )
+    if document["uncertain"]:
+        yield f"- {uncertain_text(document['uncertain'])}"
+    yield f"- goodput assumes: {'; '.join(document['assumptions'])}"

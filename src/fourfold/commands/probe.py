@@ -26,7 +26,7 @@ from fourfold import __version__, comm
 from fourfold.environment import Environment
 from fourfold.grid import Grid
 from fourfold.job import Channel
-from fourfold.planner.calibrate import product
+from fourfold.planner.calibrate import PRODUCTS, products
 from fourfold.train.launch import cores
 from fourfold.train.planning import memory_bytes
 from fourfold.watch.checks import Disk, MeasuredLink, Rank
@@ -136,7 +136,7 @@ def product_flops(device: torch.device) -> float:
     """Measure the FLOP/s of a matrix product on the device."""
     on_gpu = device.type == "cuda"
     m, k, n = shape = GPU_PRODUCT if on_gpu else CPU_PRODUCT
-    act = product(shape, torch.bfloat16 if on_gpu else torch.float32, device)
+    act = products(shape, torch.bfloat16 if on_gpu else torch.float32, device)
 
     def window(seconds: float) -> float:
         began, runs = time.perf_counter(), 0
@@ -146,7 +146,7 @@ def product_flops(device: torch.device) -> float:
                 runs += 1
             if on_gpu:
                 torch.cuda.synchronize(device)  # a launch returns before its product has run
-        return 2 * m * k * n * runs / took
+        return PRODUCTS * 2 * m * k * n * runs / took
 
     window(WINDOW_SECONDS)  # not counted: the first product initialises the libraries
     return median(window(WINDOW_SECONDS) for _ in range(WINDOWS))

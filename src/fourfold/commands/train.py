@@ -389,7 +389,7 @@ def start_facts(config: TrainConfig, device: str, options: argparse.Namespace) -
             found[key] = str(value)
 
     shape = config.grid.shape
-    add("", {**to_table(config), "grid": {**shape.sizes, "order": shape.order}})
+    add("", {**to_table(config), "grid": {**shape.named, "order": shape.order}})
     for name in ("step", "profile", "compare_serial", "print_config"):
         found[f"--{name.replace('_', '-')}"] = str(getattr(options, name))
     shared = versions(on_gpu=device == "cuda")
@@ -405,9 +405,10 @@ def write_result(path: str | None, run: Run, memory: Sequence[MemorySink]) -> No
         by_kind[event["event"]].append({key: value for key, value in event.items() if key != "event"})
     result = {
         "config": to_table(run.config),
-        "grid": run.grid.shape.sizes,
+        "grid": run.grid.shape.named,
         "predicted": run.stored.get("predicted"),
         "compared": run.stored.get("compared"),
+        "corrected": run.stored.get("corrected"),
         **{key: by_kind[kind] for key, kind in LISTED.items()},
         "end": by_kind["end"][-1] if by_kind["end"] else None,
     }
@@ -446,6 +447,10 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
         f"{tokens / 1e6:.1f}M tokens of {names}, of which {config.train.steps:,} steps read "
         f"{f'{read:.2g} epochs' if read > 1 else f'{read:.2%}'}; {batch.rows} x {batch.seq} tokens per step{micro}"
     )
+    if config.data.bag_rows is not None:
+        number, size = batch.rows // config.data.bag_rows, config.data.bag_rows * batch.seq
+        bags = "one bag" if number == 1 else f"{number} bags"
+        yield f"whole documents fill {bags} of {size:,} tokens a step; tokens/s do not count padding"
     if read > MOST_EPOCHS:
         yield f"note: the data is read {read:.0f} times and will be learned by heart; add data, or take fewer steps"
     if config.train.epochs is not None:
@@ -462,10 +467,10 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
 
 def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
     """Compare training on the grid with training in one process, on the run's own batches, without micro-batches."""
-    if steps < 1 or config.data.documents:
+    if steps < 1 or config.data.apart:
         raise ValueError(
-            f"--compare-serial {steps} with data.documents={config.data.documents}: compare at least one step, "
-            "with data.documents=false"
+            f"--compare-serial {steps} with data.documents={config.data.documents} and data.pack={config.data.pack}: "
+            "compare at least one step, with data.documents=false and data.pack=windows"
         )
     seed = config.train.seed
     with tempfile.TemporaryDirectory() as cache:

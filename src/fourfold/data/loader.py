@@ -1,31 +1,37 @@
 """Batches for the steps of a run: a thread prefetches the rows of this rank, and the position can be saved.
 
 The batch of a step is the next `rows` samples of the order, whatever the grid and the number of micro-steps are; a rank
-reads the rows of its place. `Evaluation` gives the held-out windows in the same way.
+reads the rows of its place. `Evaluation` gives the held-out windows in the same way. A loader with `bag_rows` gives
+bags of whole documents instead, each a line of so many rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from fourfold.data.bags import BagOrder, PackedPiece, check_bag_rows, padding
 from fourfold.data.sampling import SampleOrder, cut_windows, rows_of
 from fourfold.data.token_files import BLOCK, TokenSource
 from fourfold.grid import Grid
+from fourfold.nn.attention import document_positions
 from fourfold.nn.loss import IGNORE_INDEX
 
 
 class TokenBatch(NamedTuple):
-    """The rows of one micro-step, each field [rows, seq] of int64."""
+    """The rows of one micro-step, as a model takes them; tensors are [rows, seq] of int64."""
 
     tokens: Tensor
     targets: Tensor
-    positions: Tensor | None
+    positions: Tensor | None = None
     """Each token's position in its document; None unless documents are kept apart."""
+    documents: tuple[int, ...] | None = None
+    """The same as the lengths of the documents in all rows, one after another, which stay on the host."""
 
     def pinned(self, device: torch.device) -> TokenBatch:
         """Return the batch in pinned memory if the device is a GPU."""
@@ -38,14 +44,23 @@ class TokenBatch(NamedTuple):
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
         positions = None if self.positions is None else change(self.positions)
-        return TokenBatch(change(self.tokens), change(self.targets), positions)
+        return TokenBatch(change(self.tokens), change(self.targets), positions, self.documents)
+
+
+class StepRead(NamedTuple):
+    """What the thread has read: the micro-steps of a step, and where the order stands after them."""
+
+    batches: list[TokenBatch]
+    state: dict[str, Any]
+    real_tokens: int
 
 
 class Loader:
     """The loader of training batches: `next()` returns the micro-steps of a step, each a `TokenBatch` on the device.
 
-    `rows` is the number of rows of a whole step, over all ranks and micro-steps. One step is prefetched. `state` is
-    the position after the steps that `next` has returned; the prefetched step does not count.
+    `rows` is the number of rows of a whole step, over all ranks and micro-steps. With `bag_rows` a step consists of
+    bags of whole documents, which are kept apart, and each bag is one row of bag_rows*seq tokens. One step is
+    prefetched. `state` is the position after the steps that `next` has returned; the prefetched step does not count.
     """
 
     def __init__(
@@ -61,6 +76,7 @@ class Loader:
         seed: int = 0,
         held_out: float = 0.0,
         documents: bool = False,
+        bag_rows: int | None = None,
         device: torch.device | None = None,
     ) -> None:
         if micro_steps < 1:
@@ -68,13 +84,22 @@ class Loader:
         self.device = grid.device if device is None else device
         self._rows = rows
         self._local_rows = rows_of(grid.shape, grid.rank, rows, micro_steps)
+        documents = documents or bag_rows is not None
         self._reader = WindowReader(sources, seq=seq, held_out=held_out, vocab=vocab, documents=documents)
-        self._order = SampleOrder(self._reader.windows, weights, seed)  # where reading stands, a step ahead of _state
+        windows = self._reader.windows
+        self._order = SampleOrder(windows, weights, seed)  # where reading stands, a step ahead of _state
+        self._bag_rows = bag_rows
+        if bag_rows is not None:
+            check_bag_rows(bag_rows, len(self._local_rows[0]))
+            sizes: Any = dict(bags=rows // bag_rows, tokens=bag_rows * seq)
+            self._order = BagOrder(sources, windows, weights, seed, **sizes)
         self._state = self._order.state()
         self._require_agreement(grid)
         self._pool = ThreadPoolExecutor(1, "fourfold-data", initializer=_set_device, initargs=(self.device,))
         self._closed = False
-        self._prefetched: Future[tuple[list[TokenBatch], dict[str, Any]]] | None = None
+        self._prefetched: Future[StepRead] | None = None
+        self.real_tokens = 0
+        """The tokens of the step that `next` returned last, over all ranks, without padding of bags."""
 
     def _require_agreement(self, grid: Grid) -> None:
         """Raise unless all ranks read the same data: sources of equal content, wherever their files are."""
@@ -84,7 +109,7 @@ class Loader:
         for source, shown in zip(of["sources"], same, strict=True):
             if source["content"]:
                 del shown["name"]
-        grid.agree("the data", str(({**of, "sources": same}, self._rows, self._reader.documents)))
+        grid.agree("the data", str(({**of, "sources": same}, self._rows, self._reader.documents, self._bag_rows)))
         for number, source in enumerate(of["sources"]):
             grid.agree(f"the content of source {number} ({source['name']})", str(source["content"]))
 
@@ -94,14 +119,27 @@ class Loader:
             raise RuntimeError("this loader is closed; make a new one and restore its state")
         prefetched = self._prefetched or self._pool.submit(self._read)
         self._prefetched = prefetched  # kept if reading failed, so that the next call raises the same error
-        batches, state = prefetched.result()  # usually done already: it was read during the previous step
+        read = prefetched.result()  # usually done already: it was read during the previous step
         self._prefetched = self._pool.submit(self._read)
-        self._state = state
-        return [batch.to(self.device) for batch in batches]
+        self._state, self.real_tokens = read.state, read.real_tokens
+        return [batch.to(self.device) for batch in read.batches]
+
+    @property
+    def notes(self) -> list[str]:
+        """What somebody should know about the data before the first step."""
+        order = self._order
+        cut = sum(each.cut for each in order.pieces) if isinstance(order, BagOrder) else 0
+        if not isinstance(order, BagOrder) or not cut:
+            return []
+        longest, number = max(each.longest_cut for each in order.pieces), sum(each.documents for each in order.pieces)
+        return [
+            f"{cut:,} of {number:,} documents are longer than a bag of {order.tokens:,} tokens and are cut into "
+            f"pieces; the longest has {longest:,}"
+        ]
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last step that `next` returned; it can be stored as JSON."""
-        return {**self._state, "given": list(self._state["given"])}
+        return {key: list(value) if isinstance(value, list) else value for key, value in self._state.items()}
 
     def restore(self, state: dict[str, Any], *, accept_changes: bool = False) -> list[str]:
         """Continue from a saved position. The prefetched step is dropped.
@@ -128,15 +166,21 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self) -> tuple[list[TokenBatch], dict[str, Any]]:
-        samples = self._order.take(self._rows)
-        batches = []
-        for local in self._local_rows:
+    def _read(self) -> StepRead:
+        order, reader, real_tokens = self._order, self._reader, self._rows * self._reader.seq
+        if isinstance(order, BagOrder) and self._bag_rows is not None:
+            bags = order.take_bags()
+            real_tokens = sum(piece.inputs for bag in bags for piece in bag)
+            ranges = [slice(local.start // self._bag_rows, local.stop // self._bag_rows) for local in self._local_rows]
+            batches = [reader.bags(bags[local], order.tokens) for local in ranges]
+        else:
+            samples = order.take(self._rows)
             picks = [
-                (source, self._order.window(source, number)) for source, number in samples[local.start : local.stop]
+                [(source, order.window(source, number)) for source, number in samples[local.start : local.stop]]
+                for local in self._local_rows
             ]
-            batches.append(self._reader.batch(picks).pinned(self.device))
-        return batches, self._order.state()
+            batches = [reader.batch(each) for each in picks]
+        return StepRead([batch.pinned(self.device) for batch in batches], order.state(), real_tokens)
 
 
 def _set_device(device: torch.device) -> None:
@@ -224,36 +268,71 @@ class WindowReader:
 
     def batch(self, picks: Sequence[tuple[int, int] | None]) -> TokenBatch:
         """Return a row for each (source, window), and a row without targets for each None."""
-        rows = [self._row(*pick) if pick is not None else self._blank() for pick in picks]
-        tokens, targets, positions = (torch.stack(column) for column in zip(*rows, strict=True))
-        return TokenBatch(tokens, targets, positions if self.documents else None)
+        tokens, targets = self._blank(len(picks), self.seq)
+        lengths = []
+        for pick, row, aims in zip(picks, tokens, targets, strict=True):
+            if pick is not None:
+                self._fill(*pick, row, aims)
+            if self.documents:
+                lengths.append([self.seq] if pick is None else self.lengths(*pick))
+        return self._packed(tokens, targets, lengths)
 
-    def _row(self, number: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return one window. A short one is padded with end-of-document tokens (or 0), which are not targets.
+    def bags(self, bags: Sequence[Sequence[PackedPiece]], size: int) -> TokenBatch:
+        """Return a row of `size` tokens for each bag; what its pieces leave is padding, which has no targets."""
+        tokens, targets = self._blank(len(bags), size)
+        lengths = []
+        for bag, row, aims in zip(bags, tokens, targets, strict=True):
+            at = 0
+            for number, start, inputs in bag:
+                ids = self._read(number, start, start + inputs + 1)
+                row[at : at + inputs], aims[at : at + inputs] = ids[:-1], ids[1:]
+                at += inputs
+            row[at:] = (self.sources[bag[0].source].eod or 0) if bag else 0
+            lengths.append([*(piece.inputs for piece in bag), *padding(size - at)])
+        return self._packed(tokens, targets, lengths)
 
-        Positions start at 0 at the first token of the window, of each document and of the padding. The first token of a
-        document is not a target, since no token before it belongs to its document.
+    def _packed(self, tokens: Tensor, targets: Tensor, lengths: Iterable[Sequence[int]]) -> TokenBatch:
+        if not self.documents:
+            return TokenBatch(tokens, targets)
+        documents = tuple(chain.from_iterable(lengths))
+        return TokenBatch(tokens, targets, document_positions(documents).view_as(tokens), documents)
+
+    def _fill(self, number: int, window: int, tokens: Tensor, targets: Tensor) -> None:
+        """Write one window into a row. A short one is padded with end-of-document tokens (or 0), without targets.
+
+        The first token of a document is not a target, since no token before it belongs to its document.
         """
-        source, start = self.sources[number], window * self.seq
-        stop = min(start + self.seq + 1, source.tokens)
-        ids = source.read(start, stop)
-        check_ids(source, start, ids, self.vocab)
+        span = self._span(number, window)
+        ids = self._read(number, span.start, span.stop)
         count = len(ids) - 1
-        tokens, targets, positions = self._blank(source.eod or 0)
         tokens[:count], targets[:count] = ids[:-1], ids[1:]
+        tokens[count:] = self.sources[number].eod or 0
         if self.documents:
-            starts = source.document_starts(start + 1, stop) - start
-            targets[starts - 1] = IGNORE_INDEX
-            first = torch.zeros(self.seq + 1, dtype=torch.int64, device="cpu")
-            first[starts] = starts
-            first[count] = count  # where the padding begins, or one behind the window
-            positions -= first[:-1].cummax(0).values  # the start of each token's own document
-        return tokens, targets, positions
+            targets[self._starts(number, span) - 1] = IGNORE_INDEX
 
-    def _blank(self, fill: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a row that consists of this token and has no targets."""
-        tokens = torch.full((self.seq,), fill, dtype=torch.int64, device="cpu")
-        return tokens, torch.full_like(tokens, IGNORE_INDEX), torch.arange(self.seq, device="cpu")
+    def lengths(self, number: int, window: int) -> list[int]:
+        """Return the lengths of the documents of a window, of which padding is one."""
+        span = self._span(number, window)
+        borders = {0, *self._starts(number, span).tolist(), len(span) - 1, self.seq}
+        return [after - before for before, after in pairwise(sorted(borders))]
+
+    def _span(self, number: int, window: int) -> range:
+        """Return the tokens of a window, and the one behind it, which is a target."""
+        return range(window * self.seq, min((window + 1) * self.seq + 1, self.sources[number].tokens))
+
+    def _starts(self, number: int, span: range) -> Tensor:
+        """Return where documents begin behind the first token of a window."""
+        return self.sources[number].document_starts(span.start + 1, span.stop) - span.start
+
+    def _read(self, number: int, start: int, stop: int) -> Tensor:
+        ids = self.sources[number].read(start, stop)
+        check_ids(self.sources[number], start, ids, self.vocab)
+        return ids
+
+    def _blank(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return rows of tokens 0 without targets."""
+        ids = torch.zeros(rows, tokens, dtype=torch.int64, device="cpu")
+        return ids, torch.full_like(ids, IGNORE_INDEX)
 
 
 def check_ids(source: TokenSource, start: int, ids: Tensor, vocab: int) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import gcd, lcm
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from fourfold.axes import BATCH
+from fourfold.axes import BATCH, CONTEXT
 from fourfold.errors import ChangedDataError
 from fourfold.grid import Grid, Shape
 from fourfold.nn.rng import key_of
@@ -117,6 +117,9 @@ class SampleOrder:
     behind lets others fall behind by more than one sample.)
     """
 
+    pack: ClassVar[str] = "windows"
+    """What a sample is: a window of a source."""
+
     def __init__(self, sources: Sequence[SourceWindows], weights: Sequence[float] | None, seed: int) -> None:
         self.sources = tuple(sources)
         self.seed = seed
@@ -142,10 +145,13 @@ class SampleOrder:
 
     def window(self, source: int, number: int) -> int:
         """Return the window that is sample `number` of a source."""
-        epoch, index = divmod(number, self.sources[source].train)
+        return self._permuted(source, number, self.sources[source].train)
+
+    def _permuted(self, source: int, number: int, samples: int) -> int:
+        """Return which of the samples of a source its sample `number` is, in the order of its epoch."""
+        epoch, index = divmod(number, samples)
         if self._permutations.get(source, (-1,))[0] != epoch:
-            key = key_of(self.seed, "order", source, epoch)
-            self._permutations[source] = epoch, Permutation(self.sources[source].train, key)
+            self._permutations[source] = epoch, Permutation(samples, key_of(self.seed, "order", source, epoch))
         return self._permutations[source][1](index)
 
     def state(self) -> dict[str, Any]:
@@ -175,6 +181,7 @@ class SampleOrder:
             )
         if len(given) != len(self.sources) or sum(given) != sample:
             raise ValueError(f"this position is damaged: {given} samples of each source do not add up to {sample}")
+        self._restore_more(state, given)
         self.sample, self.given = sample, given
         unknown = [
             f"whether the content of {source.name} has changed is unknown, because the checkpoint does not identify it"
@@ -183,8 +190,12 @@ class SampleOrder:
         ]
         return [*(f"a change of the data was accepted: {text}" for text in contents), *unknown]
 
+    def _restore_more(self, state: dict[str, Any], given: Sequence[int]) -> None:
+        """Take over what other kinds of samples store besides; raise if it is damaged."""
+
     def _identity(self) -> dict[str, Any]:
         return {
+            "pack": self.pack,
             "seed": self.seed,
             "seq": self.sources[0].seq,
             "weights": list(self.weights),
@@ -197,9 +208,9 @@ class SampleOrder:
 
 def _differences(saved: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return how an identity differs from a saved one: in what the config determines, and in the sources' content."""
-    settings = [
-        f"{key} was {saved[key]}, is {here[key]}" for key in ("seed", "seq", "weights") if saved[key] != here[key]
-    ]
+    saved = {"pack": SampleOrder.pack, **saved}  # positions of earlier versions do not say
+    keys = [key for key in here if key != "sources"] if saved["pack"] == here["pack"] else ["pack"]
+    settings = [f"{key} was {saved[key]}, is {here[key]}" for key in keys if saved[key] != here[key]]
     if len(saved["sources"]) != len(here["sources"]):
         settings.append(f"number of sources was {len(saved['sources'])}, is {len(here['sources'])}")
     contents: list[str] = []
@@ -244,7 +255,7 @@ def _integer_weights(sources: tuple[SourceWindows, ...], weights: Sequence[float
 
 
 def local_rows(batch: Tensor, grid: Grid) -> Tensor:
-    """Return the rows of the whole batch that belong to this rank's place."""
+    """Return the rows of the whole batch that belong to this rank's place, or to its context group."""
     (rows,) = rows_of(grid.shape, grid.rank, batch.shape[0])
     return batch[rows.start : rows.stop]
 
@@ -255,16 +266,19 @@ def rows_of(shape: Shape, rank: int, rows: int, micro_steps: int = 1) -> list[ra
     The batch is cut into places first and into micro-steps inside each place. So a place reads the same rows
     whatever the number of micro-steps is.
     """
-    parts = shape.places * micro_steps
+    parts = shape.row_places * micro_steps
     if rows < 1 or rows % parts:
         sizes = {axis: shape.sizes[axis] for axis in BATCH}
         if micro_steps > 1:
             sizes["micro_steps"] = micro_steps
+        names, numbers = "*".join(sizes), "*".join(map(str, sizes.values()))
+        if shape.context > 1:
+            names, numbers = f"{names}/{CONTEXT}", f"{numbers}/{shape.context}"
         raise ValueError(
-            f"a batch of {rows} rows cannot be cut over {'*'.join(sizes)} = {'*'.join(map(str, sizes.values()))}; "
+            f"a batch of {rows} rows cannot be cut over {names} = {numbers}; "
             f"use a multiple of {parts} rows, such as {max(1, -(-rows // parts)) * parts}"
         )
-    first = shape.place(rank) * micro_steps
+    first = shape.row_place(rank) * micro_steps
     count = rows // parts
     return [range(part * count, (part + 1) * count) for part in range(first, first + micro_steps)]
 
@@ -280,5 +294,5 @@ def place_sampler(
     """
     shape = grid.shape
     return DistributedSampler(
-        dataset, shape.places, shape.place(grid.rank), shuffle=shuffle, seed=seed, drop_last=drop_last
+        dataset, shape.row_places, shape.row_place(grid.rank), shuffle=shuffle, seed=seed, drop_last=drop_last
     )

@@ -143,6 +143,46 @@ class TokenSource(ABC):
     def document_starts(self, start: int, stop: int) -> Tensor:
         """Return the positions in [start, stop) at which a document begins, in ascending order, each once."""
 
+    @property
+    def documents(self) -> int:
+        """The number of documents; some may be empty."""
+        return len(self._all_starts)
+
+    def document_start(self, number: int) -> int:
+        """Return the position at which a document begins."""
+        return int(self._all_starts[number])
+
+    @cached_property
+    def _all_starts(self) -> Tensor:
+        """The positions at which documents begin, found in one pass over the source; most formats store them."""
+        steps = range(0, self.tokens, BLOCK)
+        return torch.cat([self.document_starts(start, min(start + BLOCK, self.tokens)) for start in steps])
+
+    def document(self, number: int) -> range:
+        """Return the tokens of a document; those before the first start belong to the first one."""
+        start = self.document_start(number) if number else 0
+        return range(start, self.document_start(number + 1) if number + 1 < self.documents else self.tokens)
+
+    def document_lengths(self) -> Iterator[Tensor]:
+        """Yield the tokens of all documents, `BLOCK` documents at a time."""
+        first = 0
+        for stop in range(BLOCK, self.documents + BLOCK, BLOCK):
+            starts = self._starts_of(first, min(stop + 1, self.documents))
+            if first == 0:
+                starts[:1] = 0  # as `document` says
+            if stop >= self.documents:
+                starts = torch.cat([starts, torch.tensor([self.tokens], device="cpu")])
+            yield starts.diff()
+            first = stop
+
+    def _starts_of(self, first: int, stop: int) -> Tensor:
+        """Return where the documents [first, stop) begin."""
+        return self._all_starts[first:stop].clone()
+
+    def documents_before(self, token: int) -> int:
+        """Return the number of documents that begin before a token."""
+        return bisect_left(range(self.documents), token, key=self.document_start)
+
 
 class TokenWriter:
     """Writes a `.tokens` file in a `with` block. The file appears when the block ends, and not at all if it raises."""
@@ -251,19 +291,28 @@ class TokenFile(TokenSource):
         self.path = path
         self.name = name or path.name
         self.tokens: int = header["tokens"]
-        self.documents: int = header["documents"]
         self.vocab = header["vocab"]
         self.eod = header["eod"]
         self.tokenizer: dict[str, str] = header["tokenizer"]
         self._sha256 = header.get("sha256")  # files of earlier versions have none
         self._ids = MappedArray(view, header["dtype"], HEADER_BYTES, self.tokens)
-        self._starts = MappedArray(view, "int64", _starts_offset(header), self.documents)
+        self._starts = MappedArray(view, "int64", _starts_offset(header), header["documents"])
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
         # without the header, which another version of Fourfold may write differently
         found = {"sampled": sample_hash(self.path, HEADER_BYTES)}
         return {**found, "sha256": self._sha256} if isinstance(self._sha256, str) else found
+
+    @property
+    def documents(self) -> int:
+        return len(self._starts)
+
+    def document_start(self, number: int) -> int:
+        return self._starts[number]
+
+    def _starts_of(self, first: int, stop: int) -> Tensor:
+        return self._starts.read(first, stop)
 
     def document_starts(self, start: int, stop: int) -> Tensor:
         return self._starts.read(bisect_left(self._starts, start), bisect_left(self._starts, stop))
@@ -333,14 +382,25 @@ class MegatronPair(TokenSource):
         tokens, index = map(sample_hash, self._paths)
         return {"sampled": tokens, "sampled index": index}
 
+    @property
+    def documents(self) -> int:
+        return len(self._marks)  # the last mark is usually the end, where an empty document begins
+
     def document_starts(self, start: int, stop: int) -> Tensor:
-        marks = range(len(self._marks))
-        first, last = (bisect_left(marks, position, key=self._first_token) for position in (start, stop))
-        found = {self._first_token(document) for document in range(first, last)}  # empty documents share a position
+        first, last = (self.documents_before(position) for position in (start, stop))
+        found = {self.document_start(document) for document in range(first, last)}  # empty documents share a position
         return torch.tensor(sorted(found), dtype=torch.int64, device="cpu")
 
-    def _first_token(self, document: int) -> int:
-        sequence = self._marks[document]
+    def _starts_of(self, first: int, stop: int) -> Tensor:
+        sequences = self._marks.read(first, stop)
+        if not len(sequences):
+            return sequences
+        low, high = int(sequences[0]), min(int(sequences[-1]) + 1, len(self._begins))
+        begins = self._begins.read(low, high) // self._itemsize
+        return torch.cat([begins, torch.tensor([self.tokens], device="cpu")])[sequences - low]
+
+    def document_start(self, number: int) -> int:
+        sequence = self._marks[number]
         return self._begins[sequence] // self._itemsize if sequence < len(self._begins) else self.tokens
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import log
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fourfold.errors import nearest
 from fourfold.models.sizes import SIZES
+from fourfold.nn.rope import Rope, RopeScaling
 from fourfold.policy import Halves, Policy, choose_halves
 from fourfold.shape import Shape, shapes_of
 from fourfold.synonyms import find_synonym
@@ -49,6 +51,18 @@ class ModelConfig:
     """How attention knows positions: a learned table, or rotary positions (RoPE)."""
     rope_theta: float = 10000.0
     """Base of the rotary positions' wavelengths, a number without unit."""
+    rope_scaling: RopeScaling = "none"
+    """How rotary positions are scaled for sequences longer than `rope_original_seq` (`nn.rope`)."""
+    rope_factor: float = 1.0
+    """How many times slower the angles that are scaled turn, a number without unit."""
+    rope_original_seq: int = 8192
+    """Length of the sequences, in tokens, that the model was trained on before its positions were scaled."""
+    rope_slow: float = 1.0
+    """Number of turns in a sequence of that length below which angles are scaled wholly, for llama3 and yarn."""
+    rope_fast: float = 0.0
+    """Number of turns above which they are not scaled; 0 stands for 4 with llama3 and 32 with yarn."""
+    rope_attention: float = 0.0
+    """Number by which cos and sin are multiplied; 0 stands for 0.1 ln(rope_factor) + 1 with yarn, else for 1."""
     bias: bool = True
     """Whether linear layers and LayerNorms have biases."""
     tied: bool = True
@@ -76,10 +90,27 @@ class ModelConfig:
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
+        self._check_scaling()
         for name in ("dropout", "attention_dropout"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"{name}={value} must be at least 0 and below 1")
+
+    def _check_scaling(self) -> None:
+        if self.rope_factor < 1:
+            raise ValueError(f"rope_factor={self.rope_factor} must be at least 1")
+        if self.rope_attention < 0:
+            raise ValueError(f"rope_attention={self.rope_attention} must be at least 0")
+        if self.rope_scaling in ("llama3", "yarn") and not 0 < self.rope_slow < self.rope.fast:
+            raise ValueError(f"rope_slow={self.rope_slow} must be above 0 and below rope_fast={self.rope.fast}")
+
+    @property
+    def rope(self) -> Rope:
+        """The rotary positions, if they are what `positions` says."""
+        fast = self.rope_fast or (32.0 if self.rope_scaling == "yarn" else 4.0)
+        usual = 0.1 * log(self.rope_factor) + 1 if self.rope_scaling == "yarn" else 1.0
+        scaling = self.rope_scaling, self.rope_factor, self.rope_original_seq, self.rope_slow, fast
+        return Rope(self.head_dim, self.rope_theta, *scaling, self.rope_attention or usual)
 
     @property
     def dropout_of_attention(self) -> float:
@@ -154,4 +185,5 @@ def halves_of(config: ModelConfig, shape: Shape, policy: Policy, rows: int, seq:
     """
     over_x = config.hidden // shape.y if shape.x > 1 else 0
     over_y = config.mlp_hidden // shape.x if shape.y > 1 else 0
-    return choose_halves(policy.overlap, rows, rows * seq * max(over_x, over_y) * itemsize)
+    tokens = rows * seq // shape.context
+    return choose_halves(policy.overlap, rows, tokens * max(over_x, over_y) * itemsize)

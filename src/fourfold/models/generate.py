@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.axes import BATCH, CUTS
+from fourfold.axes import BATCH, CONTEXT, CUTS
 from fourfold.layout import chunk
 from fourfold.models.transformer import Transformer
 from fourfold.nn.rng import key_of
@@ -153,9 +153,9 @@ def _next_tokens(
 ) -> list[int]:
     """Return the next token of every active row, on every rank."""
     grid = model.grid
-    places = grid.shape.places
+    places = grid.shape.row_places
     # The rows of this place; every place has the same number, and rows from len(active) on are padding.
-    rows = chunk(-(-len(active) // places) * places, places, grid.shape.place(grid.rank))
+    rows = chunk(-(-len(active) // places) * places, places, grid.shape.row_place(grid.rank))
     # Padding repeats the last row, since all places must take part in the collectives; nobody reads the result.
     own = [texts[active[min(row, len(active) - 1)]] for row in rows]
     length = min(max(len(texts[row]) for row in active), model.config.seq)
@@ -163,9 +163,10 @@ def _next_tokens(
     # Attention is causal, so the tokens of a text never see the padding on its right.
     tokens = torch.tensor([[*context, *[0] * (length - len(context))] for context in contexts], device=grid.device)
     last = torch.tensor([len(context) - 1 for context in contexts], device=grid.device)
-    logits = model(tokens)[torch.arange(len(own), device=grid.device), last]
+    logits = model.whole_rows(model(tokens), tokens.shape)[torch.arange(len(own), device=grid.device), last]
     chosen = torch.zeros(len(active), dtype=torch.long)
-    if all(grid.coords[axis] == 0 for axis in CUTS if axis not in BATCH):  # one rank of the place chooses for all
+    choosing = (*(axis for axis in CUTS if axis not in BATCH), CONTEXT)
+    if all(grid.coords[axis] == 0 for axis in choosing):  # one rank of those that have the rows chooses for all
         for row, scores in zip(rows, logits.cpu(), strict=True):
             if row < len(active):
                 chosen[row] = sampling.choose(scores, _point(seed, active[row], len(texts[active[row]])))

@@ -1,18 +1,19 @@
 """Reads and writes Hugging Face's config.json, for the model types that a `ModelConfig` can express exactly.
 
 The file is read as fields of `ModelConfig`, with json alone. A value that is not in the file has the default of its
-model type; sizes that have no default must be there. Rotary scaling and sliding windows change which numbers are
-computed but not what a step costs here: attention runs, and is priced, over whole sequences. An `exact` reading, for
-weights that come with the file, refuses everything that would change a number.
+model type; sizes that have no default must be there. Sliding windows change which numbers are computed but not what a
+step costs here: attention runs, and is priced, over whole sequences. An `exact` reading, for weights that come with the
+file, refuses everything that would change a number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import log
 from pathlib import Path
 from typing import Any
 
-from fourfold.errors import nearest
+from fourfold.errors import UnsupportedModelError, nearest
 from fourfold.models.config import ModelConfig
 from fourfold.parse import parse_json
 
@@ -40,11 +41,31 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 """The types that models are exported as, and the classes of transformers that compute them."""
+ORIGINAL_SEQ = "rope_original_seq"
+ROPE_KEYS = {
+    "linear": {"factor": "rope_factor"},
+    "llama3": {
+        "factor": "rope_factor",
+        "original_max_position_embeddings": ORIGINAL_SEQ,
+        "low_freq_factor": "rope_slow",
+        "high_freq_factor": "rope_fast",
+    },
+    "yarn": {
+        "factor": "rope_factor",
+        "original_max_position_embeddings": ORIGINAL_SEQ,
+        "beta_slow": "rope_slow",
+        "beta_fast": "rope_fast",
+        "attention_factor": "rope_attention",
+    },
+}
+"""The keys of scaled rotary positions, by kind, and the fields of `ModelConfig` that they are."""
 GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu", "gelu_fast", "gelu_python")
 """Names of GELU and its approximations, which all cost one elementwise pass."""
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of the tanh approximation, which is what the reference model computes."""
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names of the number of experts that a router chooses from."""
+EXPERT_KEYS = (*EXPERT_COUNT_KEYS, "moe_intermediate_size")
 NEUTRAL = {
     "_name_or_path", "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label",
     "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "layer_types", "max_window_layers",
@@ -86,14 +107,15 @@ class ConfigJson:
     def kind(self) -> str:
         return str(self.keys.get("model_type"))
 
-    def refuse(self, what: str, why: str) -> ValueError:
+    def refuse(self, what: str, why: str) -> UnsupportedModelError:
         """Return the error for a key that the reference model cannot express."""
-        if self.exact:
-            return ValueError(f"{self.path}: {what}: {why}; the model would not compute the numbers of these weights")
-        return ValueError(
-            f"{self.path}: {what}: {why}; a ModelConfig cannot express that: build the model from fourfold.nn layers "
-            "and name the function, package.module:function"
+        way_out = (
+            "the model would not compute the numbers of these weights"
+            if self.exact
+            else "a ModelConfig cannot express that: build the model from fourfold.nn layers and name the function, "
+            "package.module:function"
         )
+        return UnsupportedModelError(f"{self.path}: {what}: {why}; {way_out}", f"{what}: {why}")
 
     def expect(self, name: str, default: Any, allowed: tuple[Any, ...], why: str) -> Any:
         """Return the value of a key; raise an error unless the reference model computes it."""
@@ -134,7 +156,11 @@ def read_config_json(path: Path, *, exact: bool = False) -> tuple[dict[str, Any]
         raise source.refuse(f"model_type={source.kind!r}", REFUSED[source.kind])
     if source.kind not in READERS:
         near = nearest(source.kind, list(READERS))
-        raise ValueError(f"{path}: model_type={source.kind!r} cannot be read{near}; the types are {', '.join(READERS)}")
+        types = ", ".join(READERS)
+        raise UnsupportedModelError(
+            f"{path}: model_type={source.kind!r} cannot be read{near}; the types are {types}",
+            f"model_type={source.kind!r} is none of those that Fourfold trains as they are, {types}",
+        )
     for key, why in INEXACT.items() if exact else ():
         if keys.get(key):
             raise source.refuse(key, why)
@@ -191,7 +217,7 @@ def _gpt_neox(source: ConfigJson) -> dict[str, Any]:
         **sizes,
         kv_heads=sizes["heads"],
         head_dim=_head_dim(source, sizes["hidden"], sizes["heads"]),
-        rope_theta=_rope(source, "rotary_emb_base", "rotary_pct", 0.25),
+        **_rope(source, "rotary_emb_base", "rotary_pct", 0.25),
         tied=source.get("tie_word_embeddings", False),
         **_dropout(source, 0.0, "hidden_dropout", attention="attention_dropout"),
         norm_eps=source.get("layer_norm_eps", 1e-5),
@@ -217,7 +243,7 @@ def _llama(source: ConfigJson, head_dim: int | None = None) -> dict[str, Any]:
         **_dropout(source, 0.0, attention="attention_dropout"),
         kv_heads=_kv_heads(source, heads),
         head_dim=source.get("head_dim", head_dim) or _head_dim(source, hidden, heads),
-        rope_theta=_rope(source, "rope_theta", "partial_rotary_factor", 1.0),
+        **_rope(source, "rope_theta", "partial_rotary_factor", 1.0),
         bias=biases["mlp_bias"],
         tied=source.get("tie_word_embeddings", False),
         norm_eps=source.get("rms_norm_eps", 1e-6),
@@ -231,21 +257,39 @@ def _gelu(source: ConfigJson) -> tuple[tuple[str, ...], str]:
     return GELU, "the MLP is computed with GELU"
 
 
-def _rope(source: ConfigJson, theta_key: str, part_key: str, part: float) -> float:
-    """Return the base of the rotary angles, from where the type's own code looks for it."""
-    rope = source.table("rope_parameters")
-    scaling = source.keys.get("rope_scaling")  # not through get: it changes no cost, and a note says so
-    if isinstance(scaling, dict) and scaling:
-        rope = scaling
+def _rope(source: ConfigJson, theta_key: str, part_key: str, part: float) -> dict[str, Any]:
+    """Return the fields of rotary positions, from where the type's own code looks for them."""
+    rope = source.table("rope_scaling") or source.table("rope_parameters")
+    source.read.add("rope_parameters")
     turned, theta = rope.get("partial_rotary_factor"), rope.get("rope_theta")
     turned = source.get(part_key, part) if turned is None else turned
     if turned != 1 and (source.exact or part != 1):
         raise source.refuse(f"{part_key}={turned}", "rotary positions rotate whole heads")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if source.exact and (kind != "default" or any(isinstance(value, dict) for value in rope.values())):
-        raise source.refuse(f"rope_scaling={dict(rope)}", "rotary angles are not scaled")
     theta = source.get(theta_key, 10000.0) if theta is None else theta
-    return float(theta) if isinstance(theta, int) else theta
+    return {"rope_theta": float(theta) if isinstance(theta, int) else theta, **_rope_scaling(source, rope)}
+
+
+def _rope_scaling(source: ConfigJson, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of scaled rotary positions; an exact reading refuses what is scaled in another way."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    by_layer = any(isinstance(value, dict) for value in rope.values())
+    if kind == "default" and not by_layer:
+        return {}
+    if by_layer or kind not in ROPE_KEYS or rope.get("factor") is None or rope.get("truncate") is False:
+        if source.exact:
+            known = ", ".join(ROPE_KEYS)
+            raise source.refuse(f"rope_scaling={dict(rope)}", f"rotary angles are scaled by a factor, as {known} do")
+        source.read.discard("rope_scaling")  # it changes no cost, and a note says so
+        return {}
+    given = {field: rope[key] for key, field in ROPE_KEYS[kind].items() if rope.get(key) is not None}
+    if ORIGINAL_SEQ in ROPE_KEYS[kind].values():  # as transformers does where the file does not name it
+        given.setdefault(ORIGINAL_SEQ, source.need("max_position_embeddings"))
+    if kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim") and "rope_attention" not in given:
+        grown = 0.1 * log(rope["factor"])
+        given["rope_attention"] = (grown * rope["mscale"] + 1) / (grown * rope["mscale_all_dim"] + 1)
+    whole = (ORIGINAL_SEQ,)
+    fields = {name: value if name in whole else float(value) for name, value in given.items()}
+    return {"rope_scaling": kind, **fields}
 
 
 def _require_whole_sequences(source: ConfigJson) -> None:
@@ -324,6 +368,17 @@ def _misfits(config: ModelConfig, model_type: str) -> list[str]:
     return found
 
 
+def _rope_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return the keys of scaled rotary positions, with every number as it is used."""
+    if config.rope_scaling == "none":
+        return {}
+    used = config.rope
+    values = dict(rope_factor=used.factor, rope_slow=used.slow, rope_fast=used.fast, rope_attention=used.attention)
+    values[ORIGINAL_SEQ] = used.original_seq
+    keys = {key: values[field] for key, field in ROPE_KEYS[config.rope_scaling].items()}
+    return {"rope_type": config.rope_scaling, **keys}
+
+
 def config_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
     """Return the keys of a config.json that determine what is computed."""
     common = dict(model_type=model_type, architectures=[ARCHITECTURES[model_type]], tie_word_embeddings=config.tied)
@@ -339,7 +394,7 @@ def config_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
         keys |= dict(n_positions=config.seq, layer_norm_epsilon=config.norm_eps, activation_function="gelu_new")
         return {**common, **keys}
     keys = {key: getattr(config, field) for field, key in SIZE_KEYS.items()}
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta, **_rope_keys(config)}
     if model_type == "gpt_neox":
         keys |= dict(hidden_act="gelu_new", use_parallel_residual=False, attention_bias=True)
         keys |= dict(hidden_dropout=config.dropout, attention_dropout=config.dropout_of_attention)

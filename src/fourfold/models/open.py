@@ -62,16 +62,25 @@ def open_model(text: str) -> OpenedModel:
     path = Path(text).expanduser()
     if path.suffix == ".toml":
         return OpenedModel(_from_toml(_existing(path)))
-    if path.suffix == ".json" or path.is_dir():
-        fields, notes = read_config_json(_existing(path / "config.json" if path.is_dir() else path))
+    if path.suffix == ".json" or path.exists():
+        fields, notes = read_config_json(config_json_path(text))
         return OpenedModel(_make_config(fields, str(path)), notes)
     if ":" in text:
         return OpenedModel(_import_function(text))
     if "/" in text:
-        raise FileNotFoundError(f"there is no {path}; a model is {FORMS}")
+        raise FileNotFoundError(
+            f"there is no {path}; a model is {FORMS}; nothing is fetched from the Hugging Face hub: download its "
+            "config.json"
+        )
     raise ValueError(
         f"there is no model {text!r}{nearest(text, list(SIZES))}; a model is {FORMS}; sizes: {', '.join(SIZES)}"
     )
+
+
+def config_json_path(text: str) -> Path:
+    """Return the config.json that a path names, by itself or by its folder."""
+    path = Path(text).expanduser()
+    return _existing(path / "config.json" if path.is_dir() else path)
 
 
 def why_data_only(model: ModelDefinition) -> str:

@@ -19,6 +19,8 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, mlp_hidden: int,
     return {**sizes, "mlp_hidden": mlp_hidden, "vocab": 128256, "seq": 8192, **choices, **other}
 
 
+LLAMA_3_1 = dict(seq=131072, rope_scaling="llama3", rope_factor=8.0, rope_slow=1.0, rope_fast=4.0)
+"""What Llama 3.1 changed for long sequences."""
 SIZES: dict[str, dict[str, Any]] = {
     "gpt-tiny": _gpt(2, 48, 24, vocab=257, seq=128),
     "gpt-125m": _gpt(12, 768, 12, vocab=50257, seq=1024),
@@ -36,6 +38,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt-640b": _gpt(192, 16384, 128),
     "llama-tiny": _llama(2, 48, 24, 4, 96, vocab=257, seq=128, rope_theta=10000.0),
     "llama-3-8b": _llama(32, 4096, 32, 8, 14336),
+    "llama-3.1-8b": _llama(32, 4096, 32, 8, 14336, **LLAMA_3_1),
     "llama-3-70b": _llama(80, 8192, 64, 8, 28672),
     "llama-3-405b": _llama(126, 16384, 128, 8, 53248),
 }

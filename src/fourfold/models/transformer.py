@@ -8,16 +8,21 @@ rows of a place are cut into halves that take turns, so that the messages of one
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from fourfold.axes import AXES, BATCH, CUTS, PIPE
-from fourfold.comm import equal_along
+from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, PIPE
+from fourfold.comm import all_gather, equal_along
+from fourfold.context.move import ContextAttention, indices, own_tokens, plan_context, to_device
 from fourfold.engine import Turns
 from fourfold.errors import nearest
 from fourfold.gradients import Units
@@ -25,7 +30,7 @@ from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Init
 from fourfold.models.compiled_block import BlockWeights, CompiledBlock, can_run_whole
 from fourfold.models.config import ModelConfig, config, halves_of, unit_of
-from fourfold.nn.attention import Attention, Batch, rope_tables
+from fourfold.nn.attention import Attention, Batch, cut_documents, document_lengths, document_positions
 from fourfold.nn.embedding import Embedding, Head, Positions, uneven_tokens
 from fourfold.nn.layer import Dropout, Layer, assemble, recompute
 from fourfold.nn.linear import MLP, Contract, Expand
@@ -33,6 +38,7 @@ from fourfold.nn.lora import LORA, LoraConfig, LoraPair
 from fourfold.nn.loss import IGNORE_INDEX, count_first, cross_entropy, sum_halves, sum_of_places, sum_over_batch
 from fourfold.nn.norm import Norm
 from fourfold.nn.rng import key_of
+from fourfold.offload import OffloadedInputs, Offloader
 from fourfold.operators import AsyncResult, Ready
 from fourfold.pipeline import Half, MicroBatch, run_plain
 from fourfold.policy import Halves, Policy, Recompute
@@ -61,6 +67,24 @@ class ResidualStream:
 Streams = list[ResidualStream]
 
 
+class BlockInputs:
+    """What a block that runs again keeps: the stream of each half, on the device or on the host."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._offloaded: OffloadedInputs | None = None
+
+    def read(self) -> Streams:
+        if self._offloaded is None:
+            return self._streams
+        return [ResidualStream(a) for a in self._offloaded.take()]
+
+    def offload(self, offloader: Offloader) -> None:
+        """Let the streams wait on the host, when the first run has added their parts."""
+        self._offloaded = offloader.send([stream.a for stream in self._streams])
+        self._streams = []
+
+
 class TransformerBlock(Layer):
     """Computes a + attention(norm(a)), then a + mlp(norm(a)), both in rest."""
 
@@ -87,7 +111,8 @@ class TransformerBlock(Layer):
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
         alone = all(grid.size(axis) == 1 for axis in ("x", "y", GATHERED))
         plain_norm = config.norm == "rms" or config.bias  # a LayerNorm without bias runs by itself
-        self._may_run_whole = policy.compile and alone and policy.recompute == "none" and plain_norm
+        in_one = policy.compile and policy.recompute == "none" and not policy.mlp_chunk
+        self._may_run_whole = in_one and alone and plain_norm
         """Whether the block may run as one compiled function where it draws nothing: nothing travels inside it."""
         self._whole: CompiledBlock | None = None
 
@@ -98,17 +123,27 @@ class TransformerBlock(Layer):
         (stream,) = self._together([ResidualStream(a, None if delta is None else Ready(delta))], [batch])
         return stream.read()
 
-    def together(self, streams: Streams, batches: Sequence[Batch]) -> Streams:
-        """Run all halves of a batch through the block; with recompute, they are recomputed together."""
+    def together(self, streams: Streams, batches: Sequence[Batch], *, offload: bool = True) -> Streams:
+        """Run all halves of a batch through the block; with recompute, they are recomputed together.
+
+        With `offload` and the policy's, their inputs wait for backward on the host.
+        """
         if self.hooked:
             return self.engine.take_turns([self.turns(*half) for half in zip(streams, batches, strict=True)])
-        return self._together(streams, batches)
+        return self._together(streams, batches, offload=offload)
 
-    def _together(self, streams: Streams, batches: Sequence[Batch]) -> Streams:
-        def take_turns(streams: Streams) -> Streams:
-            return self.engine.take_turns([self._compute(*half) for half in zip(streams, batches, strict=True)])
+    def _together(self, streams: Streams, batches: Sequence[Batch], *, offload: bool = True) -> Streams:
+        def take_turns(inputs: BlockInputs) -> Streams:
+            parts = zip(inputs.read(), batches, strict=True)
+            return self.engine.take_turns([self._compute(*half) for half in parts])
 
-        return recompute(take_turns, self.clock, streams) if self.policy.recompute == "block" else take_turns(streams)
+        inputs = BlockInputs(streams)
+        if self.policy.recompute != "block":
+            return take_turns(inputs)
+        outputs = recompute(take_turns, self.clock, inputs)
+        if offload and self.policy.offload and torch.is_grad_enabled():
+            inputs.offload(self.engine.offloader)
+        return outputs
 
     def turns(self, stream: ResidualStream, batch: Batch) -> Turns[ResidualStream]:
         """Run one half through the block, with a `yield` wherever the other half can continue."""
@@ -118,7 +153,8 @@ class TransformerBlock(Layer):
 
     def _compute(self, stream: ResidualStream, batch: Batch) -> Turns[ResidualStream]:
         self.refuse_hooks(self.attention_norm, self.mlp_norm)
-        if self._may_run_whole and not stream.a.is_meta and (weights := self._weights_of_whole()) is not None:
+        in_one = self._may_run_whole and not stream.a.is_meta and batch.by_rows
+        if in_one and (weights := self._weights_of_whole()) is not None:
             a, delta = weights.block(*stream.read(), batch)
             return ResidualStream(a, Ready(delta))
         if stream.delta is not None:
@@ -131,12 +167,16 @@ class TransformerBlock(Layer):
         else:
             leaving = self.attention.out.leave((yield from self.attention.turns(normed, batch)), batch.tokens)
         yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
-        a, normed = self.mlp_norm.add(a, self.attention_dropout(leaving.wait()))
+        delta = leaving.wait()
+        a, normed = self.mlp_norm.add(a, self.attention_dropout(delta) if self.attention_dropout.acts else delta)
         if self.mlp.hooked:
             leaving = Ready(self.mlp(normed, batch.tokens))
         else:
-            owed = yield from self.mlp.turns(normed, batch.tokens)
-            if self.engine.recomputing and not self.mlp_dropout.acts:
+            # backward reads no value of what the MLP computes; a hook on the dropout behind it would
+            engine = self.engine
+            wanted = not engine.recomputing or self.mlp_dropout.hooked
+            owed = yield from self.mlp.turns(normed, batch.tokens, wanted=wanted)
+            if engine.recomputing and not self.mlp_dropout.acts:
                 return ResidualStream(a)  # backward needs no value of what follows, so it is not recomputed
             leaving = self.mlp.down.leave(owed, batch.tokens)
         if self.mlp_dropout.acts:
@@ -179,12 +219,18 @@ class Transformer(Layer):
     On a grid with a pipe axis each rank has the layers of its own stages, under their names in the whole model.
 
     `model(tokens, targets)` returns the mean loss over the unmasked targets of the whole batch, equal on all ranks.
-    `model(tokens)` returns the logits of the place's rows, over the whole vocabulary.
+    `model(tokens)` returns the logits of the place's rows, over the whole vocabulary; on a grid with a context size
+    those of the tokens that the place holds, from which `whole_rows` makes those of all.
     """
 
     def __init__(self, config: ModelConfig, grid: Grid, policy: Policy) -> None:
         super().__init__(grid, policy)
         config.check(grid.shape, policy)
+        if grid.shape.context > 1 and config.dropout_of_attention > 0:
+            raise ValueError(
+                f"the grid {grid} cuts sequences over places, where attention cannot drop weights; "
+                "build the model with attention_dropout=0.0 (model.attention_dropout of a config)"
+            )
         self.config = config
         self._compared = False
         self._usual = torch.Size((1, 1))
@@ -193,6 +239,8 @@ class Transformer(Layer):
         own = self.stages.of_rank(grid.coords[PIPE])
         first, last = (any(map(has, own)) for has in (self.stages.has_embedding, self.stages.has_head))
         held = {index: self._policy_of(stage) for stage in own for index in self.stages.layers_of(stage)}
+        for each in held.values():
+            each.require_offload()
         copied = last and config.tied and not first
         table = Embedding(grid, policy, config.vocab, config.hidden, is_copy=copied) if first or copied else None
         self.embedding: Any = table or Elsewhere()
@@ -231,15 +279,19 @@ class Transformer(Layer):
         targets: Tensor | None = None,
         *,
         positions: Tensor | None = None,
+        documents: Sequence[int] | None = None,
         count: Tensor | int | None = None,
         ignore_index: int = IGNORE_INDEX,
     ) -> Tensor:
         """Return the loss, or the logits if there are no targets.
 
         `positions` [rows, seq] is for rows of packed documents: each token's position in its document, from 0, and
-        attention does not read across documents. `count` is for accumulation: the number of targets of the whole batch.
+        attention does not read across documents. `documents` says the same as lengths, of the documents in all rows one
+        after another, which the host then need not read from the device; positions follow from them if they are left
+        out. A document given by its length may go on in the next row. `count` is for accumulation: the number of
+        targets of the whole batch.
         """
-        batch = self.prepare(tokens, targets, positions=positions, ignore_index=ignore_index)
+        batch = self.prepare(tokens, targets, positions=positions, documents=documents, ignore_index=ignore_index)
         if self.grid.size(PIPE) > 1:
             return run_plain(self, batch, count)
         if self.training:
@@ -255,6 +307,7 @@ class Transformer(Layer):
         targets: Tensor | None = None,
         *,
         positions: Tensor | None = None,
+        documents: Sequence[int] | None = None,
         ignore_index: int = IGNORE_INDEX,
     ) -> MicroBatch:
         """Return the rows of a place as stages take them.
@@ -262,7 +315,10 @@ class Transformer(Layer):
         If something is wrong with them on the CPU, other ids take their place: other ranks wait in the collectives, and
         all ranks raise at the end (`report`).
         """
-        fault = self._fault(tokens, targets, positions, ignore_index)
+        if documents is not None:
+            with suppress(TypeError):  # which `_fault` names
+                documents = tuple(map(operator.index, documents))
+        fault = self._fault(tokens, targets, positions, documents, ignore_index)
         if fault and not self._reads(tokens):
             raise ValueError(fault)
         if fault:
@@ -270,11 +326,14 @@ class Transformer(Layer):
             shape = tokens.shape if _is_batch(tokens) else self._usual
             tokens = torch.zeros(shape, dtype=torch.long, device=tokens.device)
             targets = None if targets is None else tokens
-            positions = None
+            positions = documents = None
+        if documents is not None and positions is None:
+            positions = to_device(document_positions(documents).view(tokens.shape), tokens.device)
         self._usual = tokens.shape
         targets = None if targets is None else targets.long()  # torch gathers by int64 only
-        halves = self._cut(tokens, targets, positions)
-        return MicroBatch(halves, tokens.shape, targets is not None, ignore_index, fault)
+        halves = self._cut(tokens, targets, positions, documents, ignore_index)
+        shape = tokens.shape if self.grid.shape.context == 1 else (1, sum(half.tokens.numel() for half in halves))
+        return MicroBatch(halves, torch.Size(shape), targets is not None, ignore_index, fault)
 
     def report(self, batch: MicroBatch, faults: Tensor) -> None:
         """Raise if the rows of this place or of another one were refused."""
@@ -308,6 +367,34 @@ class Transformer(Layer):
             result = sum_of_places(sum_halves(shares), self.grid, "loss")
             return result.to(torch.promote_types(self.compute, torch.float32)), faults
         return cross_entropy(run(self._logits), aims, self.head.vocabulary(ignore_index), count=count, faults=known)
+
+    def whole_rows(
+        self,
+        logits: Tensor,
+        shape: Sequence[int],
+        positions: Tensor | None = None,
+        documents: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the logits of all tokens of a context group, [rows, seq, vocab], from those of this member's tokens.
+
+        `shape`, `positions` and `documents` are those of the tokens that the model was given. No gradients go back from
+        here.
+        """
+        rows, seq = shape
+        if self.grid.shape.context == 1:
+            return logits
+        left, wholes = logits.detach().flatten(0, 1), []
+        parts = torch.arange(rows, device="cpu").chunk(self.halves(rows, seq).number)
+        for part, lengths in zip(parts, _documents_of(documents, [len(part) * seq for part in parts]), strict=True):
+            where = None if positions is None else positions[part[0] : part[-1] + 1]
+            here = self.context_of((len(part), seq), where, lengths)
+            own, left = left.split([here.tokens, len(left) - here.tokens])
+            held = [tokens for member in range(here.members) for tokens in here.assignment.own(member)]
+            order = indices(held, own.device)
+            whole = own.new_empty(len(order), own.shape[1])
+            whole[order] = all_gather(own, self.grid, CONTEXT, label="logits").wait()
+            wholes.append(whole[: len(part) * seq].unflatten(0, (-1, seq)))
+        return torch.cat(wholes)
 
     def _policy_of(self, stage: int) -> Policy:
         """Return the policy of the blocks of a stage."""
@@ -345,19 +432,66 @@ class Transformer(Layer):
         shared = self.config.tied and first != last and self.grid.coords[PIPE] in (first, last)
         return self.embedding.weight if shared else None
 
-    def _cut(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Half]:
-        number, seq = self.halves(*tokens.shape).number, tokens.shape[1]
+    def _cut(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None,
+        positions: Tensor | None,
+        documents: Sequence[int] | None,
+        ignore_index: int,
+    ) -> list[Half]:
+        number = self.halves(*tokens.shape).number
         rows = tokens.chunk(number)
         aims = (tokens[:, :0] if targets is None else targets).chunk(number)
         places = [None] * number if positions is None else positions.chunk(number)
-        ropes: Sequence[tuple[Tensor, Tensor] | None] = [None] * number
-        if self.config.positions == "rope":
-            sizes = seq, self.config.head_dim, self.config.rope_theta
-            tables = partial(rope_tables, *sizes, dtype=self.compute, device=tokens.device)
+        lengths = _documents_of(documents, [part.numel() for part in rows])
+        halves = zip(rows, aims, places, lengths, strict=True)
+        if self.grid.shape.context > 1:
+            found = [self._member(*half, ignore_index) for half in halves]
+        else:
             # Without packed documents, all halves share one pair of tables.
-            ropes = [tables(None)] * number if positions is None else [tables(part) for part in places]
-        batches = [Batch.of(*half) for half in zip(rows, places, ropes, strict=True)]
-        return [Half(*half, rows[0].numel()) for half in zip(rows, aims, batches, strict=True)]
+            longest = tokens.shape[1] if documents is None else max(documents)
+            shared = self._rope(longest, None, tokens.device) if positions is None else None
+            found = [
+                (ids, aim, Batch.of(ids, where, shared or self._rope(longest, where, ids.device), known))
+                for ids, aim, where, known in halves
+            ]
+        return [Half(*half, found[0][0].numel()) for half in found]
+
+    def _rope(self, seq: int, positions: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        if self.config.positions != "rope":
+            return None
+        return self.config.rope.tables(seq, positions, dtype=self.compute, device=device)
+
+    def _member(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        positions: Tensor | None,
+        documents: Sequence[int] | None,
+        ignore_index: int,
+    ) -> tuple[Tensor, Tensor, Batch]:
+        """Return the tokens of this member of a context group, as one row, and their targets."""
+        here = self.context_of(tokens.shape, positions, documents)
+        own, where = own_tokens(here.assignment, here.member, tokens.device)
+        lacking = sum(here.assignment.lengths) - tokens.numel()
+        ids = pad(tokens.flatten(), (0, lacking))[own][None]
+        aims = pad(targets.flatten(), (0, lacking), value=ignore_index)[own][None] if targets.numel() else targets
+        rope = self._rope(max(here.assignment.lengths), where[None], tokens.device)
+        return ids, aims, Batch(1, ids.shape[1], where[None], context=here, rope=rope)
+
+    def context_of(
+        self, shape: Sequence[int], positions: Tensor | None = None, documents: Sequence[int] | None = None
+    ) -> ContextAttention:
+        """Return who holds which tokens of [rows, seq] in this rank's context group, and how they are read.
+
+        The host waits for the positions, unless it is given the lengths of the documents.
+        """
+        rows, seq = shape
+        if documents is None and positions is not None and not positions.is_meta:
+            documents = document_lengths(positions)
+        assignment, way = plan_context(self.policy, rows, seq, self.grid.shape.context, documents)
+        return ContextAttention(assignment, way, self.grid, keep=self.policy.keep_gathered)
 
     def _run(
         self,
@@ -370,6 +504,7 @@ class Transformer(Layer):
 
         `arrived` is the stream of each half at rest, where the stage does not begin with the tokens.
         """
+        self.engine.offloader.begin()
         layers = [self.layers[index] for index in self.stages.layers_of(stage)]
         streams = [None] * len(halves) if arrived is None else arrived
         begins = [self._begin(*each) for each in zip(halves, streams, strict=True)]
@@ -379,8 +514,10 @@ class Transformer(Layer):
             return self.engine.take_turns([self._through(stage, begin, half, read) for begin, half in parts])
         batches = [half.batch for half in halves]
         streams = self.engine.take_turns(begins)
-        for layer in layers:
-            streams = cast(TransformerBlock, layer).together(streams, batches)
+        for index, layer in enumerate(layers):
+            # the pipeline itself holds a stream that has arrived, for its gradient
+            offload = arrived is None or index > 0
+            streams = cast(TransformerBlock, layer).together(streams, batches, offload=offload)
         ends = zip(streams, halves, strict=True)
         return self.engine.take_turns([self._finish(stage, stream, half, read) for stream, half in ends])
 
@@ -429,21 +566,30 @@ class Transformer(Layer):
         """Return whether ids are checked: always on the CPU; on a GPU only on request, since the host must wait."""
         return not tokens.is_meta and (tokens.device.type == "cpu" or self.policy.check_inputs)
 
-    def _fault(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None, ignore_index: int) -> str:
+    def _fault(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None,
+        positions: Tensor | None,
+        documents: Sequence[int] | None,
+        ignore_index: int,
+    ) -> str:
         """Return what is wrong with the batch of this place; empty if nothing is."""
-        fault = self._shape_fault(tokens, targets, positions)
+        fault = self._shape_fault(tokens, targets, positions, documents)
         if not fault and self._reads(tokens):
             fault = self._id_fault("token", tokens)
             if targets is not None and not fault:
                 fault = self._id_fault("target", targets.masked_fill(targets == ignore_index, 0))
-            if positions is not None and not fault and not _count_up(positions):
-                fault = "positions must start at 0 in every row, then count up by 1 or start again at 0"
+            if positions is not None and not fault:
+                fault = _position_fault(positions, documents)
         if not tokens.is_meta and (self.policy.check_inputs or not self._compared):
-            within_a_place = tuple(axis for axis in AXES if axis not in BATCH)
-            if not equal_along(_digest(tokens, targets, positions), self.grid, within_a_place):
+            alike = (*(axis for axis in AXES if axis not in BATCH), CONTEXT)
+            told = None if documents is None or fault else torch.tensor(documents, device="cpu")
+            if not equal_along(_digest(tokens, targets, positions, told), self.grid, alike):
                 fault = fault or (
                     f"ranks of one place were given different rows; ranks that have the same coordinates on "
-                    f"{' and '.join(BATCH)} must read the same rows (ff.local_rows gives each rank its rows)"
+                    f"{' and '.join(BATCH)}, or are in one context group, must read the same rows (ff.local_rows gives "
+                    "each rank its rows)"
                 )
             if self.policy.even_tokens:
                 even = equal_along(tokens.numel() if _is_batch(tokens) else 0, self.grid, (GATHERED,))
@@ -459,7 +605,9 @@ class Transformer(Layer):
             self._compared = True  # a loop that gives ranks the wrong rows does so in the first step
         return fault
 
-    def _shape_fault(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> str:
+    def _shape_fault(
+        self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None, documents: Sequence[int] | None
+    ) -> str:
         if not _is_batch(tokens):
             return f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq] with at least one of each"
         for what, ids in (("tokens", tokens), ("targets", targets), ("positions", positions)):
@@ -467,13 +615,46 @@ class Transformer(Layer):
                 return f"{what} {tuple(ids.shape)} and tokens {tuple(tokens.shape)} differ in shape"
             if ids is not None and ids.dtype not in (torch.int64, torch.int32):
                 return f"{what} has dtype {ids.dtype}; ids must be torch.int64 or torch.int32"
-        if self.positions is not None and tokens.shape[1] > self.config.seq:
+        longest = tokens.shape[1]
+        if documents is not None:
+            if fault := self._document_fault(tokens, documents):
+                return fault
+            longest = max(documents)
+        if self.positions is not None and longest > self.config.seq:
             return (
-                f"a sequence of {tokens.shape[1]} tokens is longer than the {self.config.seq} learned positions; "
+                f"a sequence of {longest} tokens is longer than the {self.config.seq} learned positions; "
                 "shorten it or build the model with a larger seq"
             )
         if torch.is_autocast_enabled(self.grid.device.type):
             return "torch.autocast is on; turn it off and build the model with Policy(compute_dtype=torch.bfloat16)"
+        return ""
+
+    def _document_fault(self, tokens: Tensor, documents: Sequence[int]) -> str:
+        """Return what is wrong with the lengths of documents, which the host checks without the device."""
+        rows, seq = tokens.shape
+        rule = "documents are the lengths of the documents in all rows, one after another"
+        if not isinstance(documents, tuple) or not all(isinstance(length, int) for length in documents):
+            return f"{rule}: whole numbers, not {documents!r:.80}"
+        wrong = [length for length in documents if length < 1]
+        if wrong or sum(documents) != rows * seq:
+            found = f"a length of {wrong[0]}" if wrong else f"{sum(documents)} tokens in {len(documents)} documents"
+            return f"{rule}: got {found} for {rows} rows of {seq} tokens, which are {rows * seq}"
+        ends = set(accumulate(documents))
+        border = next((row for row in range(1, rows) if row * seq not in ends), None)
+        if border is None:
+            return ""
+        across = f"a document goes on from row {border - 1} to row {border} of {seq} tokens"
+        if tokens.is_cuda and self.grid.shape.context == 1:
+            return (
+                f"{across}, but attention on a GPU reads each row by itself; give tokens as one row, [1, {rows * seq}]"
+            )
+        number = self.halves(rows, seq).number
+        borders = accumulate(len(part) for part in torch.arange(rows, device="cpu").chunk(number))
+        if any(row * seq not in ends for row in borders):
+            return (
+                f"{across}, but the {rows} rows are cut into {number} halves there; give tokens as one row, "
+                f"[1, {rows * seq}], or build with Policy(overlap=ff.Overlap(halves=1))"
+            )
         return ""
 
     def _id_fault(self, what: str, ids: Tensor) -> str:
@@ -492,6 +673,26 @@ def _count_up(positions: Tensor) -> bool:
     """Return whether positions start at 0 in every row and then count up or start again at 0."""
     steps = positions.diff(dim=1, prepend=positions.new_full((len(positions), 1), -1))
     return bool(((steps == 1) | (positions == 0)).all() and (positions[:, 0] == 0).all())
+
+
+def _position_fault(positions: Tensor, documents: Sequence[int] | None) -> str:
+    """Return what is wrong with positions; with documents, which may go on in the next row, both must say the same."""
+    if documents is None:
+        rule = "positions must start at 0 in every row, then count up by 1 or start again at 0"
+        return "" if _count_up(positions) else rule
+    wrong = (positions.flatten().cpu() != document_positions(documents)).nonzero()
+    if not len(wrong):
+        return ""
+    row, token = divmod(int(wrong[0]), positions.shape[1])
+    return (
+        f"positions and documents differ: token {token} of row {row} has position {int(positions[row, token])}; leave "
+        "positions out, or make them count up from 0 in every document"
+    )
+
+
+def _documents_of(documents: Sequence[int] | None, tokens: Sequence[int]) -> Sequence[Sequence[int] | None]:
+    """Return the lengths of the documents of each of several parts, or None for each if they are not known."""
+    return [None] * len(tokens) if documents is None else cut_documents([*map(operator.index, documents)], tokens)
 
 
 def _digest(*ids: Tensor | None) -> int:
@@ -571,6 +772,11 @@ def _add_pairs(model: Transformer, lora: LoraConfig) -> None:
             raise ValueError(
                 f"the grid {model.grid} cuts through the {model.config.kv_heads} key and value heads, which LoRA at k "
                 "and v does not support; leave them out of the targets, or use a grid whose x times y divides the heads"
+            )
+        if own in ("gate", "up", "down") and model.policy.mlp_chunk:
+            raise ValueError(
+                f"mlp_chunk={model.policy.mlp_chunk}: an MLP in chunks has no LoRA pairs; use mlp_chunk=0, or leave "
+                f"{own} out of the targets"
             )
         sizes = layer.in_features, layer.out_features
         pair = LoraPair(model.grid, model.policy, *sizes, lora, contracts=isinstance(layer, Contract))

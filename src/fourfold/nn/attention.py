@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 import torch
 from torch import Tensor
 
 from fourfold import kernels
+from fourfold.context.move import ContextAttention
 from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.kernels import HeadKind
@@ -28,6 +31,7 @@ from fourfold.nn.norm import HeadNorm
 from fourfold.nn.rng import seeded
 from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
 from fourfold.policy import Policy
+from fourfold.tiles import Tile, attend, document_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: == of tensors is no bool
@@ -38,23 +42,72 @@ class Batch:
     seq: int
     positions: Tensor | None = None
     """[rows, seq], 0 at the first token of every document; None if a row is one document."""
+    tiles: tuple[Tile, ...] | None = None
+    """Packed documents as the host knows them, in all rows one after another; None if a row is one document."""
     mask: Tensor | None = None
-    """[rows, 1, seq, seq], true where a token may read another: an earlier one of the same document."""
+    """The same on a GPU, where the host does not read positions: [rows, 1, seq, seq], true where a token may read
+    another, an earlier one of the same document."""
+    context: ContextAttention | None = None
+    """How tokens read those that other members of a context group hold. The batch is then one row: the tokens that this
+    place holds of the rows of its group, with their positions."""
     rope: tuple[Tensor, Tensor] | None = None
-    """The tables of rotary positions (`rope_tables`)."""
+    """The tables of rotary positions (`Rope.tables`)."""
 
     @classmethod
-    def of(cls, tokens: Tensor, positions: Tensor | None = None, rope: tuple[Tensor, Tensor] | None = None) -> Batch:
+    def of(
+        cls,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        documents: Sequence[int] | None = None,
+    ) -> Batch:
+        """`documents` are the lengths of packed documents, if the host knows them; else it reads the positions."""
         rows, seq = tokens.shape
         if positions is None:
             return cls(rows, seq, rope=rope)
+        if not tokens.is_cuda:
+            lengths = documents or ([seq] * rows if tokens.is_meta else document_lengths(positions))
+            return cls(rows, seq, positions, document_tiles(lengths), rope=rope)
         document = (positions == 0).cumsum(1)
         causal = torch.ones(seq, seq, dtype=torch.bool, device=tokens.device).tril()
-        return cls(rows, seq, positions, (causal & (document[:, :, None] == document[:, None]))[:, None], rope)
+        mask = causal & (document[:, :, None] == document[:, None])
+        return cls(rows, seq, positions, mask=mask[:, None], rope=rope)
 
     @property
     def tokens(self) -> int:
         return self.rows * self.seq
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether attention reads whole rows, under a mask at most; such attention can be compiled."""
+        return self.tiles is None and self.context is None
+
+
+def document_positions(lengths: Sequence[int]) -> Tensor:
+    """Return the position of every token in its document, [tokens] on the host, of documents one after another."""
+    sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    ends = sizes.cumsum(0)
+    return torch.arange(sum(lengths), device="cpu") - (ends - sizes).repeat_interleave(sizes)
+
+
+def cut_documents(lengths: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
+    """Return the lengths of the documents in each of several parts of so many tokens; none may lie in two parts."""
+    found: list[list[int]] = []
+    left = iter(lengths)
+    for part in tokens:
+        found.append([])
+        while part > 0:
+            found[-1].append(next(left))
+            part -= found[-1][-1]
+        if part:
+            raise ValueError(f"a document of {found[-1][-1]} tokens ends {-part} tokens behind its part")
+    return found
+
+
+def document_lengths(positions: Tensor) -> list[int]:
+    """Return the lengths of packed documents, over all rows; the host waits for the positions."""
+    starts = (positions.flatten() == 0).nonzero().flatten().tolist()
+    return [stop - start for start, stop in pairwise([*starts, positions.numel()])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +133,6 @@ class Heads:
         over_x = kv_heads % grid.size("x") != 0
         shared_axes = () if over_x else ("x",)
         return cls(held(heads, axes), held(kv_heads, shared_axes if shared else axes), shared, over_x)
-
-
-def rope_tables(
-    seq: int, head_dim: int, theta: float, positions: Tensor | None, *, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, [seq, 1, head_dim] or for packed documents [rows, seq, 1, head_dim], in fp32 or wider."""
-    # In fp32 at least: bf16 cannot tell apart the angles of neighbouring positions in a long sequence.
-    dtype = torch.promote_types(dtype, torch.float32)
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim)
-    angles = torch.outer(torch.arange(seq, device=device, dtype=dtype), frequencies).repeat(1, 2)
-    if positions is not None:
-        angles = angles[positions]
-    return angles.cos()[..., None, :], angles.sin()[..., None, :]
 
 
 class Attention(Layer):
@@ -135,6 +175,8 @@ class Attention(Layer):
     @property
     def not_recordable(self) -> str:
         """Why no CUDA graph can contain this layer; empty if one can."""
+        if self.grid.shape.context > 1:
+            return f"attention of {self.label} reads other places of its context group, which the host plans by lengths"
         return f"attention dropout of {self.label} draws from a generator that the host seeds" if self.drops else ""
 
     @cached_property
@@ -156,11 +198,13 @@ class Attention(Layer):
             given = yield from _read_shared(layers, a, batch.tokens, held)
         else:
             qkv = yield from expand_joined(layers, a, batch.tokens)
-            if self._compiled(a) and self.q_norm is None:
+            if self._compiled(a) and self.q_norm is None and batch.by_rows:
                 mix, given = self._mix_joined, [qkv]
             else:
                 given = take_apart(qkv, self.kind.widths)
-        if self.policy.recompute == "attention":
+        if batch.context is not None and self.policy.recompute != "attention":
+            mixed = yield from self._over_context(batch, *given)
+        elif self.policy.recompute == "attention":
             # tensors as arguments: whoever moves or counts what autograd keeps then sees them
             mixed = recompute(mix, self.clock, batch, *given)
         else:
@@ -177,23 +221,58 @@ class Attention(Layer):
 
     def _mix(self, batch: Batch, *qkv: Tensor) -> Tensor:
         """Compute what lies between the two products: [tokens, columns] -> [tokens, columns]."""
-        held, kind, q_norm, k_norm = self.held, self.kind, self.q_norm, self.k_norm
-        q, k, v = (part.reshape(batch.rows, batch.seq, -1, self.head_dim) for part in qkv)
-        if held.shared:
-            queries_per_key = self.heads // self.kv_heads
-            wanted = Counter(query // queries_per_key - held.keys.start for query in held.queries)
-            k, v = select_heads(k, wanted), select_heads(v, wanted)
-            kind = kind._replace(grouped=q.shape[2] != k.shape[2])
-        if q_norm is not None and k_norm is not None:
-            q, k = q_norm(q), k_norm(k)
+        if batch.context is not None:
+            return self.engine.alone(self._over_context(batch, *qkv))
+        q, k, v = self._heads(batch, *qkv)
+        kind = self.kind._replace(grouped=q.shape[2] != k.shape[2])
+        if batch.tiles is not None:
+            return self._read_tiles(batch, batch.tiles, q, k, v)
         if self._compiled(q):
             return kernels.compiled_for(kernels.attend, kind)(q, k, v, batch.rope, batch.mask)
         if batch.rope is not None:
             v = v.contiguous()  # frees the output of the product, of which v is a third or less
         if not self.drops:
             return kernels.attend(q, k, v, batch.rope, batch.mask, kind=kind)
-        with seeded(self.clock.key(self.label, self.grid, inner(self.policy.activations)), q.device):
+        with self._dropping(q.device):
             return kernels.attend(q, k, v, batch.rope, batch.mask, self.dropout, kind=kind)
+
+    def _heads(self, batch: Batch, *qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the query heads of this rank and the KV heads that they read: [rows, seq, heads, head_dim] each."""
+        held, q_norm, k_norm = self.held, self.q_norm, self.k_norm
+        q, k, v = (part.reshape(batch.rows, batch.seq, -1, self.head_dim) for part in qkv)
+        if held.shared:
+            queries_per_key = self.heads // self.kv_heads
+            wanted = Counter(query // queries_per_key - held.keys.start for query in held.queries)
+            k, v = select_heads(k, wanted), select_heads(v, wanted)
+        if q_norm is not None and k_norm is not None:
+            q, k = q_norm(q), k_norm(k)
+        return q, k, v
+
+    def _over_context(self, batch: Batch, *qkv: Tensor) -> Turns[Tensor]:
+        """Attend to tokens of all members of the context group: [tokens, columns] -> [tokens, columns]."""
+        if batch.context is None:
+            raise ValueError("this batch is not cut over a context group")
+        q, k, v = self._rotated(batch, *self._heads(batch, *qkv))
+        return (yield from batch.context.attend(q, k, v, self.engine, self.label)).flatten(1)
+
+    def _rotated(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return heads at their positions, [rows, seq, heads, head_dim] -> [tokens, heads, head_dim]."""
+        if batch.rope is not None:
+            rotate = kernels.region(kernels.rotate, q, compiled=self._compiled(q))
+            q, k, v = rotate(q, *batch.rope), rotate(k, *batch.rope), v.contiguous()
+        return [part.flatten(0, 1) for part in (q, k, v)]
+
+    def _read_tiles(self, batch: Batch, tiles: Sequence[Tile], *heads: Tensor) -> Tensor:
+        """Attend to packed documents: heads [rows, seq, heads, head_dim] -> [tokens, columns]."""
+        q, k, v = self._rotated(batch, *heads)
+        if not self.drops:
+            return attend(q, k, v, tiles).flatten(1)
+        with self._dropping(q.device):
+            return attend(q, k, v, tiles, self.dropout).flatten(1)
+
+    def _dropping(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a block that draws the dropout of this layer in this pass."""
+        return seeded(self.clock.key(self.label, self.grid, inner(self.policy.activations)), device)
 
 
 def read_heads(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) -> Turns[Sequence[Tensor]]:

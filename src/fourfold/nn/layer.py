@@ -318,7 +318,7 @@ class Dropout(Layer):
     @property
     def acts(self) -> bool:
         """Whether the layer must be called: it drops something, or it has a hook."""
-        return self.active or self.hooked
+        return (self.training and self.probability > 0) or self.hooked
 
     def forward(self, a: Tensor) -> Tensor:
         if not self.active:

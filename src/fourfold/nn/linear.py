@@ -5,24 +5,39 @@ Layers that read the same tensor run together: one `enter`, one product, one `sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from fourfold import kernels, layout
-from fourfold.engine import Turns
+from fourfold.comm import Pending
+from fourfold.engine import Turns, in_backward
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, GATHERED, Init, Layout, Spec, chunk
 from fourfold.nn.layer import Layer
 from fourfold.nn.lora import LORA, add_delta
-from fourfold.operators import AsyncResult, Ready, leave, spread, take_apart
+from fourfold.operators import (
+    AsyncResult,
+    OpContext,
+    Ready,
+    collect_bodies,
+    enter,
+    identity,
+    leave,
+    once_differentiable,
+    spread,
+    spread_bodies,
+    take_apart,
+)
 from fourfold.param_group import GroupMember
 from fourfold.policy import Activations, Policy
-from fourfold.product import Factor, contract, expand
+from fourfold.product import Factor, SideBySide, contract, expand, wrong_rows
 
 
 class Linear(Layer):
@@ -133,7 +148,8 @@ class Contract(Linear):
 class MLP(Layer):
     """The MLP of a transformer block. The activation runs on hidden units that are fully cut.
 
-    `gelu`: down(gelu(up(a))). `swiglu`: down(silu(gate(a)) * up(a)), where gate and up run together.
+    `gelu`: down(gelu(up(a))). `swiglu`: down(silu(gate(a)) * up(a)), where gate and up run together. With
+    `Policy.mlp_chunk` it runs chunk by chunk (`ChunkedMLP`).
     """
 
     side_by_side = (("gate.weight", "up.weight"),)
@@ -161,14 +177,180 @@ class MLP(Layer):
     def forward(self, a: Tensor, tokens: int) -> Tensor:
         return self.down.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
 
-    def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
-        """Compute everything up to `down.leave`, which brings the result to rest."""
+    def turns(self, a: Tensor, tokens: int, *, wanted: bool = True) -> Turns[Tensor]:
+        """Compute everything up to `down.leave`, which brings the result to rest.
+
+        Unless the result is `wanted`, chunks compute nothing and return zeros: for a block that runs again in backward,
+        which reads no value of the result.
+        """
         gate, up, down = self.gate, self.up, self.down
         self.refuse_hooks(gate, up, down)
+        if self.policy.mlp_chunk:
+            return (yield from self._in_chunks([up] if gate is None else [gate, up], a, tokens, wanted))
         out = yield from expand_joined([up] if gate is None else [gate, up], a, tokens)
         function = kernels.gelu if gate is None else kernels.swiglu
         hidden = kernels.region(function, a, compiled=self.policy.compile)(out)
         return (yield from down.turns(hidden, tokens))
+
+    def _in_chunks(self, layers: Sequence[Expand], a: Tensor, tokens: int, wanted: bool) -> Turns[Tensor]:
+        up, down = join(*layers), join(self.down)
+        site = layers[0].site(tokens, up.group.label)
+        if a.shape[0] != site.rows_at_rest:
+            raise wrong_rows(a, site)
+        spec = MLPChunks(up, down, site, self.down.site(tokens), self.down.in_features, wanted=wanted)
+        # an input that backward gathers by itself need not be gathered where nothing is computed
+        entering = enter(a, site) if wanted or spec.reread is None else Ready(a)
+        if site.x > 1:
+            # The other half computes meanwhile. Without a message too: torch finds what a block keeps by its order, so
+            # halves must take the same turns when the block runs again.
+            yield
+        whole = entering.wait()
+        cut = None if spec.reread is None else a.detach()
+        return ChunkedMLP.apply(spec, whole, cut, *up.parameters, *down.parameters)
+
+
+class MLPWeights(NamedTuple):
+    """Gathered weights of an MLP; those of gate and up lie side by side."""
+
+    w_up: Tensor
+    b_up: Tensor | None
+    w_down: Tensor
+    b_down: Tensor | None = None
+
+
+class MLPChunks:
+    """An MLP that runs on one chunk of tokens after another."""
+
+    def __init__(
+        self, up: Factor, down: Factor, site: OpContext, below: OpContext, hidden: int, *, wanted: bool
+    ) -> None:
+        """`up`: the weights of gate, if there is one, and up, which run at `site`; `down` runs at `below`.
+
+        `wanted`: whether somebody reads the result.
+        """
+        self.up, self.down, self.wanted, self.engine = up, down, wanted, site.engine
+        self.tokens, self.chunk = site.tokens, site.policy.mlp_chunk
+        self.over_y, self._compiled = site.y > 1, site.policy.compile
+        bodies = (*spread_bodies(site, up.widths), *collect_bodies(below, hidden // site.x))
+        self.spread, self.unspread, self.collect, self.uncollect = bodies if self.over_y else [identity] * 4
+        self.keep = up.keep_weights and not site.policy.runs_blocks_again
+        """Whether weights stay gathered until backward; of a block that runs again nothing stays."""
+        rereads = site.x > 1 and site.sharded and not site.policy.keep_gathered
+        self.reread = site.gather_tokens if rereads else None
+        """Gathers the input over x again in backward; None if the gathered input is kept."""
+        gated = len(up.widths) > 1
+        self._activate = kernels.swiglu if gated else kernels.gelu
+        self._activate_back = kernels.swiglu_backward if gated else kernels.gelu_backward
+
+    @property
+    def parts(self) -> Iterator[slice]:
+        """The tokens of each chunk."""
+        return (slice(first, first + self.chunk) for first in range(0, self.tokens, self.chunk))
+
+    @contextmanager
+    def using(
+        self, up: SideBySide, down: SideBySide, turns: int, *, known: MLPWeights | None = None, keep: bool = False
+    ) -> Iterator[MLPWeights]:
+        """Have the gathered weights for all chunks of one of `turns` halves, unless they are `known`."""
+        if known is not None:
+            yield known
+            return
+        using = self.engine.prefetcher.using
+        with using(up, uses=turns, keep=keep) as first, using(down, uses=turns, keep=keep) as second:
+            yield MLPWeights(first.w, first.bias, second.w, second.bias)
+
+    def land(self, moving: Pending[Tensor]) -> Tensor:
+        """Wait for a message over y; in backward behind a product of dw that another layer has queued."""
+        if self.over_y and in_backward():
+            self.engine.wgrad_queue.run_one()
+        return moving.wait()
+
+    def activated(self, a: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the input of the activation, inner, and its output as `down` reads it, for the tokens of a chunk."""
+        with self.up.ledger.multiplying(self.up.e1):
+            u = functional.linear(a, w, bias)
+        s = self.land(self.spread(u))
+        del u  # hidden units of a chunk are much memory
+        return s, self.land(self.collect(kernels.region(self._activate, s, compiled=self._compiled)(s)))
+
+    def back(self, dout: Tensor, a: Tensor, weights: MLPWeights, sums: dict[Factor, list[Tensor]], da: Tensor) -> None:
+        """Run a chunk backward: write its gradient into `da`, and add to the gradients of the weights."""
+        up, down = self.up, self.down
+        s, g = self.activated(a, weights.w_up, weights.b_up)
+        if down in sums:
+            sums[down] = down.add_tokens(sums[down], dout, g)
+        del g
+        with down.ledger.multiplying(down.e2):
+            dg = dout @ weights.w_down
+        backward = kernels.region(self._activate_back, s, compiled=self._compiled)
+        ds = backward(self.land(self.uncollect(dg)), s)
+        del dg, s
+        du = self.land(self.unspread(ds))
+        del ds
+        if up in sums:
+            sums[up] = up.add_tokens(sums[up], du, a)
+        with up.ledger.multiplying(up.e2):
+            torch.mm(du, weights.w_up, out=da)
+
+
+class ChunkedMLP(torch.autograd.Function):
+    """out = down(act(up(a))), one chunk of tokens after another; a [m/z, k/y], out [m/z, k/y] {sum x}.
+
+    For each chunk c of tokens, with u [c, n/x] {sum y} of each of gate and up, s and h [c, n/(xy)], g [c, n/x]:
+
+        forward    u = a_c w_up^T + b_up    s = spread(u)    h = act(s)    g = collect(h)    out_c = g w_down^T + b_down
+        backward   u, s, h, g again; dg = dout_c w_down; dw_down += dout_c^T g; ds = act'(s) uncollect(dg)
+                   du = unspread(ds); da_c = du w_up; dw_up += du^T a_c
+
+    No tensor with hidden units has more tokens than a chunk. Tensors of [m/z, k/y] are whole: the input, which is
+    gathered over x once in each pass, the result and their gradients. Messages over y are sent for each chunk, those
+    over x for all tokens. Weights are gathered once in a pass, and gradients are handed in once, summed over chunks.
+
+    Up, gate and the activation run once in forward and once in backward, also if backward runs the whole block again:
+    that needs no value of the MLP, so it leaves out the chunks (`wanted`). `down` runs once.
+
+    The products of dw run in backward itself, not later: what they read exists for one chunk. A schedule that splits
+    backward into B and W has them in B.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, spec: MLPChunks, a: Tensor, cut: Tensor | None, *_: nn.Parameter) -> Tensor:
+        up, down = spec.up, spec.down
+        ctx.spec, ctx.turns, ctx.during = spec, spec.engine.turn.of, (up.group.use(), down.group.use())
+        kept: list[Tensor | None] = [None, None, None]
+        make = a.new_empty if spec.wanted else a.new_zeros
+        out = make(spec.tokens, sum(down.widths))
+        if spec.wanted:
+            with spec.using(up.with_biases, down.with_biases, ctx.turns, keep=spec.keep) as weights:
+                kept = [*weights[:3]] if spec.keep else kept
+                for part in spec.parts:
+                    g = spec.activated(a[part], *weights[:2])[1]
+                    with down.ledger.multiplying(down.e1):
+                        linear_into(g, weights.w_down, weights.b_down, out[part])
+                    del g  # before the next chunk
+        ctx.save_for_backward(a if cut is None else cut, *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        spec: MLPChunks = ctx.spec
+        a, *kept = ctx.saved_tensors
+        if spec.reread is not None:
+            reading = spec.reread(a)
+            spec.engine.wgrad_queue.run_one()  # a product behind the message, before waiting for it
+            a = reading.wait()
+        da = torch.empty_like(a)
+        sums = {factor: factor.begun() for factor in (spec.down, spec.up) if factor.trained[0].members}
+        known = None if kept[0] is None else MLPWeights(*kept)
+        with spec.using(spec.up.again, spec.down.without, ctx.turns, known=known) as weights:
+            for part in spec.parts:
+                spec.back(dout[part], a[part], weights, sums, da[part])
+        for factor, during in zip((spec.down, spec.up), ctx.during[::-1], strict=True):
+            if factor in sums:
+                factor.group.gradients.expect_end()
+                factor.hand_in(sums.pop(factor), ctx.turns, during)  # nobody else holds them while they travel
+        return (None, da, None, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
 def keeps_weights(layer: Layer, weight: GroupMember) -> bool:
@@ -253,6 +435,14 @@ def add_deltas(layers: Sequence[Expand], a: Tensor, tokens: int, out: Tensor) ->
         for layer, part in zip(layers, parts, strict=True)
     ]
     return added[0] if len(added) == 1 else torch.cat(added, dim=1)
+
+
+def linear_into(a: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write a w^T + b into memory that exists."""
+    if bias is None:
+        torch.mm(a, w.t(), out=out)
+    else:
+        torch.addmm(bias, a, w.t(), out=out)
 
 
 def label_of(layers: Sequence[Layer]) -> str:

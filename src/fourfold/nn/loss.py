@@ -176,8 +176,14 @@ def sum_over_batch(tensor: Tensor, grid: Grid, label: str) -> Tensor:
 def count_targets(targets: Tensor, grid: Grid, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Return the number of unmasked targets of the whole batch, from the rows of each (data, z) place.
 
-    Pass the rows of all micro-steps at once, in any shape.
+    Pass the rows of all micro-steps at once, in any shape. Places of one context group have the same rows, which count
+    once.
     """
+    return count_held(targets, grid, ignore_index=ignore_index) / grid.shape.context
+
+
+def count_held(targets: Tensor, grid: Grid, *, ignore_index: int) -> Tensor:
+    """Return the number of unmasked targets of the whole batch, from those of the tokens that each place holds."""
     return sum_over_batch((targets != ignore_index).sum().double(), grid, "count targets")
 
 

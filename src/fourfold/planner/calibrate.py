@@ -33,7 +33,6 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from statistics import median
-from typing import get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -47,6 +46,7 @@ from fourfold.models import ModelConfig, build
 from fourfold.models.config import config
 from fourfold.optim import AdamW
 from fourfold.planner.machine import (
+    ASSUMED,
     CONSTANTS,
     DTYPES,
     HOST,
@@ -70,7 +70,8 @@ from fourfold.policy import Policy
 
 LaunchCall = Callable[[], Pending[Tensor]]
 
-OPS: tuple[Op, ...] = get_args(Op)
+COLLECTIVES: tuple[Op, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+"""The operations that are timed. Messages between stages of a pipeline take the same links."""
 MESSAGES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24, 26))
 """Bytes of the measured messages: 4 KiB to 64 MiB."""
 LEAST_LARGEST = 1 << 20
@@ -105,6 +106,9 @@ ON_CPU = (
 """Products [m, k] x [k, n] as layers have them, whole and sharded: square, and skinny in each dim."""
 ALWAYS = 3
 """This many products are always measured, the others while time is left."""
+HEAT_SECONDS, HEAT_SHARE, HEAT_RUNS = 30.0, 0.5, 10
+"""A GPU computes for half a minute before products are timed, or for this share of the time of a short calibration, in
+batches of so many products: at its power limit its clocks fall, by a tenth or more."""
 BATCH_SECONDS = 2e-3
 """Seconds of GPU work that are timed together, so that the timer's resolution does not matter."""
 WINDOWS = 3
@@ -166,8 +170,9 @@ SMALL_LAYERS = (1, 4, 8)
 COMPILE_SECONDS = 30.0
 """Compiled steps are timed if the calibration takes at least this many seconds: compiling alone takes about as long."""
 BLOCK_SIZES = dict(layers=2, hidden=2048, heads=16, kv_heads=16, head_dim=128, mlp_hidden=5632, vocab=1024, seq=2048)
-BLOCKS, BLOCK_ROWS = replace(config("llama-tiny"), **BLOCK_SIZES), 2
-"""Blocks whose kernels are as large as those of real models, and the rows of a rank."""
+BLOCKS, BLOCK_ROWS = replace(config("llama-tiny"), **BLOCK_SIZES), 16
+"""Blocks whose kernels are as large as those of real models, and the rows of a rank: so many that the device of a
+whole GPU is never early. With 2 rows its host decided, and nothing was left for `traffic` to explain."""
 BLOCK_SHARE = 0.15
 """The share of the time for blocks in each mode. They come before products, which so are timed on a device that is as
 hot as in training."""
@@ -194,6 +199,8 @@ class Measured:
     computation: Computation
     contention: float
     """Seconds of products during messages divided by their seconds alone; 1 if there is one rank."""
+    sharing: float
+    """How much longer a message takes while another communicator's is in flight; 0 if there is one rank."""
     hidden: float | None = None
     """Seconds of a forward and backward pass of the model `HIDDEN` on z = all ranks, if CPU cores move the bytes."""
     ranks: int = 1
@@ -226,16 +233,16 @@ class Calibration:
             self.groups.append((devices_per_node, self.world // devices_per_node))
         self.shapes = [(shape, self.dtype) for shape in (ON_GPU if self.on_gpu else ON_CPU)]
         self.shapes += [(shape, torch.float32 if self.on_gpu else torch.float64) for shape in self.few]
-        began = time.perf_counter()
+        began, self.seconds = time.perf_counter(), seconds
         self.until = began + seconds
         self.links_until = began + (LINKS_SHARE * seconds if self.groups else 0.0)
-        self.runs_left = len(self.groups) * len(OPS)
+        self.runs_left = len(self.groups) * len(COLLECTIVES)
         self.held = self.held_bytes()  # before the first tensor of the measurement is made
         has = {"eager": True, "compiled": seconds >= COMPILE_SECONDS, "captured": self.on_gpu}
         self.modes = [mode for mode in HOST_MODES if has[mode]]
         blocks = len({*self.modes} & {*KERNEL_MODES}) if self.on_gpu else 0
         small_steps = len(self.modes) * len(SMALL_LAYERS)
-        self.steps = len(self.groups) * len(OPS) + len(self.shapes) + 4 + small_steps + self.hides + blocks
+        self.steps = len(self.groups) * len(COLLECTIVES) + len(self.shapes) + 5 + small_steps + self.hides + blocks
         self.done = 0
 
     @property
@@ -250,7 +257,7 @@ class Calibration:
 
     def measure(self, name: str) -> Machine:
         messages = [message for shape, axes in self._grids() for message in self._messages(shape, axes)]
-        contention = self._contention(messages)
+        contention, sharing = self._contention(messages), self._sharing(messages)
         computation = self._computation()
         hidden = self._hidden() if self.hides else None
         device, memory = self._device()
@@ -264,6 +271,7 @@ class Calibration:
             messages=messages,
             computation=computation,
             contention=contention,
+            sharing=sharing,
             hidden=hidden,
             ranks=self.world,
         )
@@ -295,7 +303,7 @@ class Calibration:
         grid = Grid(x=shape.x, z=shape.z, data=shape.data, device=self.line.device)
         self.settle()
         for axis, group in axes.items():
-            for op in OPS:
+            for op in COLLECTIVES:
                 slot = self._left(self.links_until) / self.runs_left / len(MESSAGES)
                 for nbytes in MESSAGES:
                     record, launch = collective(op, axis, nbytes, grid, self.dtype)
@@ -336,21 +344,46 @@ class Calibration:
 
     def _contention(self, messages: Sequence[Message]) -> float:
         """Return the seconds of products on all ranks during messages around all of them, divided by those alone."""
-        products = computed = 0.0
+        computed_alone = computed = 0.0
         if messages:
-            act = product((128, 128, 128) if not self.on_gpu else (2048, 2048, 2048), self.dtype, self.line.device)
+            act = products((128, 128, 128) if not self.on_gpu else (2048, 2048, 2048), self.dtype, self.line.device)
             alone = self._agree(self.average_seconds(act, self._left(self.until) / self.steps))
             largest = max(message.record.nbytes for message in messages)
             sizes = {largest} if self.on_gpu else {min(largest, nbytes) for nbytes in BESIDE}
-            for nbytes, op in itertools.product(sorted(sizes), OPS[:2]):
+            for nbytes, op in itertools.product(sorted(sizes), COLLECTIVES[:2]):
                 _, launch = collective(op, "data", nbytes, self.line, self.dtype)
                 launch().wait()
                 flight = self._agreed_time(lambda launch=launch: launch().wait(), ROUNDS)
                 runs = max(1, int(PART * flight / alone))
-                products += runs * alone
+                computed_alone += runs * alone
                 computed += self._agreed_beside(launch, act, runs)
         self._advance()
-        return computed / products if products else 1.0
+        return computed / computed_alone if computed_alone else 1.0
+
+    def _sharing(self, messages: Sequence[Message]) -> float:
+        """Return how much longer a message takes while one of another communicator is in flight inside a node.
+
+        Two messages that take a and b >= a alone take b + sharing * a at once.
+        """
+        found = 0.0
+        inside = [message for message in messages if message.group[0] * message.group[1] <= self.devices]
+        if inside:
+            nbytes = max(message.record.nbytes for message in inside)
+            size = max(message.group[1] for message in inside)
+            grid = Grid(z=size, data=self.world // size, device=self.line.device)  # z has two communicators
+            launches = [collective(op, "z", nbytes, grid, self.dtype)[1] for op in ("all_gather", "reduce_scatter")]
+            for launch in launches:
+                launch().wait()
+
+            def run(*which: LaunchCall) -> None:
+                for pending in [launch() for launch in which]:
+                    pending.wait()
+
+            short, long = sorted(self._agreed_time(partial(run, launch), ROUNDS) for launch in launches)
+            found = min(MOST_SHARING, max(0.0, (self._agreed_time(partial(run, *launches), ROUNDS) - long) / short))
+            grid.close()
+        self._advance()
+        return found
 
     def _agreed_beside(self, launch: LaunchCall, act: Callable[[], object], runs: int) -> float:
         """Return the seconds of `runs` acts during a collective, averaged over the rounds."""
@@ -384,6 +417,7 @@ class Calibration:
 
     def _computation(self) -> Computation:
         blocks = self._blocks()
+        self._heat()
         timed, slot = [], 0.0
         for index, ((m, k, n), dtype) in enumerate(self.shapes):
             left = self._left(self.until)
@@ -391,7 +425,7 @@ class Calibration:
                 self.done += len(self.shapes) - index
                 break
             slot = left / (len(self.shapes) - index + 3)
-            seconds = self._slowest(product((m, k, n), dtype, self.line.device), slot)
+            seconds = self._slowest(products((m, k, n), dtype, self.line.device), slot) / PRODUCTS
             timed.append(Timed(m, k, n, DTYPES[dtype], seconds))
         flops, attend = attention(self.line.device, self.dtype)
         rate = flops / self._slowest(attend, slot)
@@ -402,6 +436,15 @@ class Calibration:
         kernel = self._slowest(lambda: few.add_(1), slot)
         steps = [step for mode in self.modes for step in self._small_steps(mode, slot)]
         return Computation(tuple(timed), rate, moved, kernel, tuple(steps), blocks)
+
+    def _heat(self) -> None:
+        """Keep a GPU busy with large products until its clocks are those of a long training, at its power limit."""
+        if self.on_gpu:
+            act = products(self.shapes[0][0], self.dtype, self.line.device)
+            began, heating = time.perf_counter(), min(HEAT_SECONDS, HEAT_SHARE * self.seconds)
+            while time.perf_counter() - began < heating:
+                self._batch(act, HEAT_RUNS)
+            self.until += time.perf_counter() - began  # the time to measure is what was asked for
 
     def _blocks(self) -> dict[KernelMode, float]:
         """Time forward and backward of blocks in each mode; on the CPU their kernels are not what takes the time."""
@@ -495,11 +538,23 @@ def collective(op: Op, axis: str, nbytes: int, grid: Grid, dtype: torch.dtype) -
     return record, lambda: comm.all_reduce(whole, grid, axis, label="calibrate", owned=True)
 
 
-def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+PRODUCTS = 3
+"""How many products `products` runs."""
+
+
+def products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    """Return a function that runs [m, k] x [k, n] three times, as forward and backward of a layer store its factors."""
     m, k, n = shape
     # random numbers: products of ones draw less power and run faster
     a, w = (torch.randn(rows, k, dtype=dtype, device=device) for rows in (m, n))
-    return lambda: F.linear(a, w)
+    b, dout = torch.randn(k, n, dtype=dtype, device=device), torch.randn(k, m, dtype=dtype, device=device)
+
+    def run() -> None:
+        F.linear(a, w)  # E1: both factors by rows
+        a.mm(b)  # E2: the second one by columns
+        dout.t().mm(b)  # E3: both by columns
+
+    return run
 
 
 def step_of(
@@ -570,6 +625,8 @@ def attention(device: torch.device, dtype: torch.dtype) -> tuple[float, Callable
 
 CARDS = "estimate: network cards and copy engines move the bytes"
 """The source of `turn` on a GPU."""
+MOST_SHARING = 2.0
+"""The largest `sharing` that a machine file may have; what is above is noise."""
 FRAGMENTS = 0.03
 """The share of a GPU's memory that the allocator loses to fragmentation."""
 
@@ -605,6 +662,8 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
         launch=launch,
         contention=max(1.0, found.contention),
         turn=0.0,
+        sharing=found.sharing,
+        congestion=0.0,
         inside={group: link for group, link in links.items() if group not in across},
         between=between,
         measured=work.products,
@@ -686,12 +745,14 @@ HALVINGS = 12
 
 
 def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
-    constants = [key for key in CONSTANTS if key not in ("reserve", "launch", "contention", "turn")]
-    sources = dict.fromkeys([*constants, "measured"], source)
+    sources = dict.fromkeys([*CONSTANTS, "measured"], source)
     held = f"{source}: what the process holds beside tensors"
     sources["reserve"] = held if found.device == "cpu" else f"{held}, and {FRAGMENTS:.0%} for fragmentation (estimate)"
     alone = source if found.messages else "estimate: one rank communicates with nobody"
-    sources |= {"launch": alone, "contention": alone, "turn": alone if found.device == "cpu" else CARDS}
+    sources |= dict.fromkeys(("launch", "contention", "sharing", "turn"), alone)
+    if found.device != "cpu":
+        sources["turn"] = CARDS
+    sources["congestion"] = ASSUMED["congestion"]  # it takes more nodes than a calibration has
     for dtype, rate in machine.peak.items():
         sources[f"gemm.{dtype}"] = source
         sheet = found.advertised.get(dtype) == rate

@@ -18,21 +18,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from math import prod
+from math import inf, prod
 from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from fourfold.axes import AXES, CUTS, PIPE
+from fourfold.axes import AXES, CONTEXT, CUTS, MESSAGE_AXES, PIPE
 from fourfold.planner.machine import Machine, route_of
 from fourfold.planner.memory import REHEARSED_LAYERS
 from fourfold.planner.pipe import CHUNKS, head_in_layers, rough_stages
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
-from fourfold.planner.sizes import SizeMatrix, Structure, Term, structure_of_names
+from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_ends, structure_of_layers
 from fourfold.planner.transformer import ends_program, layers_program
 from fourfold.policy import Policy, Recompute
+from fourfold.shape import Shape
 
 PARTS = ("forward", "backward", "reread", "regather", "again", "attention")
 """Parts of a micro-step. `reread` is left out if gathered inputs are kept, `regather` if weights are kept. `again` is
@@ -44,6 +45,8 @@ NEVER_HIDDEN = 0.02
 """The share of messages that is always exposed: nothing runs during the first and the last ones."""
 
 
+SENT_ALONG = (*CUTS, CONTEXT)
+"""What the messages of a stage go along."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """The kinds of recompute; the later in this list, the less memory a step needs."""
 
@@ -60,11 +63,20 @@ class Lever(NamedTuple):
         return cls(*(getattr(policy, field) for field in cls._fields))
 
     def on(self, policy: Policy) -> Policy:
-        return replace(policy, **self._asdict())
+        return _with_lever(policy, self)
 
     def compare_computation(self, other: Lever) -> str:
         """Describe how the two differ in what they compute twice; empty if they do not."""
         return "" if self.recompute == other.recompute else f"recompute={self.recompute} against {other.recompute}"
+
+    @property
+    def compute_twice(self) -> str:
+        """What backward computes again; empty if nothing."""
+        return "" if self.recompute == "none" else self.recompute
+
+    def lavish(self) -> Lever:
+        """Return the same lever with nothing computed twice."""
+        return self._replace(recompute="none")
 
     def frugal(self) -> Lever:
         """Return the same recompute with nothing else kept."""
@@ -84,6 +96,11 @@ class Lever(NamedTuple):
         again = {"none": [], "attention": [ATTENTION], "block": [AGAIN, ATTENTION]}[self.recompute]
         rereads = [] if self.keep_gathered else [REREAD]
         return [BACKWARD, *rereads, *([] if self.keep_weights else [REGATHER]), *again]
+
+
+@lru_cache(maxsize=4096)
+def _with_lever(policy: Policy, lever: Lever) -> Policy:
+    return replace(policy, **lever._asdict())
 
 
 LEVERS = [Lever(*lever) for lever in product(RECOMPUTE, (False, True), (False, True))]
@@ -109,7 +126,7 @@ class ProgramWork:
         self.fused: list[tuple[int, int]] = []
         """The same of kernels that compiling makes of several."""
         self.messages: list[tuple[int, int, int, int]] = []
-        """Part, axis, passes around the ring, bytes."""
+        """Part, axis, passes around the ring (0: to others directly), bytes."""
         ends = [*(start for start, _ in program.phases[1:]), len(program.work)]
         for (start, name), end in zip(program.phases, ends, strict=True):
             part = PARTS.index(name)
@@ -122,17 +139,20 @@ class ProgramWork:
                 elif isinstance(item, ElementwiseOp):
                     (self.fused if item.fused else self.kernels).append((part, matrix.row_of(item.nbytes)))
                 elif isinstance(item, LaunchOp) and isinstance(item.record.nbytes, Term):
-                    axis, passes = CUTS.index(item.record.axis), 2 if item.record.op == "all_reduce" else 1
-                    self.messages.append((part, axis, passes, matrix.row_of(item.record.nbytes)))
+                    record = item.record
+                    whole = record.op == "all_to_all"  # its bytes are those that are sent
+                    passes = 0 if whole else 2 if record.op == "all_reduce" else 1
+                    row = matrix.row_of(record.sent if whole else record.nbytes)
+                    self.messages.append((part, SENT_ALONG.index(record.axis), passes, row))
 
 
 class WorkForm:
     """The work of the layers, and of embedding, head and loss, with names instead of sizes."""
 
-    def __init__(self, structure: Structure) -> None:
+    def __init__(self, layers: Structure, ends: Structure) -> None:
         self.sizes = SizeMatrix()
-        self.layers = ProgramWork(layers_program(structure, REHEARSED_LAYERS), self.sizes)
-        self.ends = ProgramWork(ends_program(structure), self.sizes)
+        self.layers = ProgramWork(layers_program(layers, REHEARSED_LAYERS, False), self.sizes)
+        self.ends = ProgramWork(ends_program(ends, True, True, False), self.sizes)
 
 
 work_form = lru_cache(maxsize=1024)(WorkForm)
@@ -144,10 +164,10 @@ work_form = lru_cache(maxsize=1024)(WorkForm)
 class Cells:
     """The messages and the computation of a micro-step of many cells."""
 
-    def __init__(self, task: Task, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, task: Task, candidates: Sequence[Candidate], sizes: Sequence[LocalSizes] | None = None) -> None:
         self.task, self.candidates = task, candidates
-        self.sizes = [candidate.sizes(task) for candidate in candidates]
-        number, parts, axes = len(candidates), len(PARTS), len(CUTS)
+        self.sizes = [candidate.sizes(task) for candidate in candidates] if sizes is None else sizes
+        number, parts, axes = len(candidates), len(PARTS), len(SENT_ALONG)
         self.rings, self.sums, self.nbytes = torch.zeros(3, number, parts, axes, dtype=torch.float64)
         """Messages of each cell by part and axis, and bytes that a rank sends: [cell, part, axis]."""
         self.compute = torch.zeros(number, parts, dtype=torch.float64)
@@ -160,10 +180,11 @@ class Cells:
         self.layers, self.ends = torch.tensor(busiest, dtype=torch.float64).T
         """The layers of the busiest stage, and whether it has the head: [cell]."""
         by_form: dict[WorkForm, list[int]] = {}
-        for index, sizes in enumerate(self.sizes):
+        for index, one in enumerate(self.sizes):
             # block recompute without chunks has every part that any lever may need
-            structure = structure_of_names(sizes.structure, recompute="block", chunked=False)
-            by_form.setdefault(work_form(structure), []).append(index)
+            layers = structure_of_layers(one.structure, "block", chunks_mlp=False)
+            ends = structure_of_ends(one.structure, chunked=False)
+            by_form.setdefault(work_form(layers, ends), []).append(index)
         for form, cells in by_form.items():
             self._read(form, cells)
         self._once()
@@ -171,14 +192,15 @@ class Cells:
     def _read(self, form: WorkForm, cells: list[int]) -> None:
         found = [self.sizes[index] for index in cells]
         sizes = form.sizes.values_of_many(found)  # [size, cell]
-        ranks = torch.tensor([[one.shape.sizes[axis] for one in found] for axis in CUTS], dtype=torch.float64)
+        ranks = torch.tensor([[one.shape.named[axis] for one in found] for axis in SENT_ALONG], dtype=torch.float64)
         for work, times in ((form.layers, self.layers[cells] / REHEARSED_LAYERS), (form.ends, self.ends[cells])):
             if work.messages:
                 parts, axes, passes, rows = torch.tensor(work.messages).T
-                places, twice = parts * len(CUTS) + axes, passes == 2
+                places, twice = parts * len(SENT_ALONG) + axes, passes == 2
                 self._add(self.rings, cells, places, times * (~twice)[:, None].double().expand(-1, len(cells)))
                 self._add(self.sums, cells, places, times * twice[:, None].double().expand(-1, len(cells)))
-                sent = sizes[rows] * passes[:, None] * (ranks - 1)[axes] / ranks[axes]
+                around = passes[:, None] * (ranks - 1)[axes] / ranks[axes]
+                sent = sizes[rows] * torch.where(passes[:, None] > 0, around, 1.0)
                 self._add(self.nbytes, cells, places, times * sent)
             self._compute(work, times, sizes, cells)
             pieces = (*work.products, *work.attention, *work.kernels, *work.fused, *work.messages)
@@ -231,11 +253,13 @@ class Estimates:
     def __init__(self, task: Task, cells: Cells, orders: Sequence[tuple[str, ...]]) -> None:
         self.task, machine = task, task.machine
         shapes: dict[tuple[int, ...], int] = {}
-        places = [shapes.setdefault(tuple(one.shape.sizes.values()), len(shapes)) for one in cells.candidates]
-        routes = [[_routes(machine, sizes, order) for order in orders] for sizes in shapes]
+        places = [shapes.setdefault(tuple(one.shape.named.values()), len(shapes)) for one in cells.candidates]
+        links = _Links(machine)
+        routes = [[links.of_axes(sizes, order, context) for order in orders] for *sizes, context in shapes]
         table = torch.tensor(routes, dtype=torch.float64)[places]  # [cell, order, axis, 4]
         *along_pipe, _ = table[:, :, AXES.index(PIPE)].unbind(-1)
-        latency, tree, bandwidth, self.crosses = table[:, :, : len(CUTS)].unbind(-1)
+        along = [MESSAGE_AXES.index(axis) for axis in SENT_ALONG]
+        latency, tree, bandwidth, self.crosses = table[:, :, along].unbind(-1)
         rings, sums, nbytes = (each[:, :, None] for each in (cells.rings, cells.sums, cells.nbytes))
         self.link = (
             rings * (machine.launch + latency[:, None])
@@ -247,7 +271,7 @@ class Estimates:
         self.data = several * (machine.launch + tree[..., data]) + cells.step_nbytes[:, None] / bandwidth[..., data]
         self.compute, self.chain, self.optimizer = cells.compute, cells.chain, cells.optimizer
         # on the CPU the host's time is part of what it computes
-        late = [machine.host_in(task.host_mode(one.policy)).item for one in cells.candidates]
+        late = [machine.host_in(task.host_mode(one.policy, one.shape)).item for one in cells.candidates]
         per_item = torch.tensor(late, dtype=torch.float64)[:, None] * (machine.device != "cpu")
         self.host = cells.items * per_item  # [cell, part]
         self.turns = torch.tensor([sizes.number_of_halves > 1 for sizes in cells.sizes])
@@ -287,15 +311,18 @@ class Estimates:
         """Return the seconds of one pass that consists of these parts: [cell, order]."""
         link, compute, chain = self.link[:, parts].sum(1), self.compute[:, parts].sum(1), self.chain[:, parts].sum(1)
         beside = link[..., [CUTS.index("x"), CUTS.index("y")]].sum(-1)
-        gathers = link[..., CUTS.index("z")]
+        gathers = link[..., CUTS.index("z")] + link[..., SENT_ALONG.index(CONTEXT)]
         cards = (link * self.crosses).sum(-1)  # axes that cross nodes share the network cards
+        inside = link * (1 - self.crosses)
+        alone = inside.amax(-1)  # axes inside a node share links as far as the machine says
+        nodes = alone + self.task.machine.sharing * (inside.sum(-1) - alone)
         # products slow down while something is in flight
         contention = self.task.machine.contention
         slowed = compute[:, None] + (1 - 1 / contention) * torch.minimum(link.sum(-1), contention * compute[:, None])
         # without halves that take turns, products of dw are all that runs during messages over x and y
         serial = torch.where(self.turns[:, None], beside, beside + chain[:, None])
         host = self.host[:, parts].sum(1)[:, None].expand_as(slowed)
-        return torch.stack([slowed, serial, gathers, cards, host]).amax(0) + NEVER_HIDDEN * (beside + gathers)
+        return torch.stack([slowed, serial, gathers, cards, nodes, host]).amax(0) + NEVER_HIDDEN * (beside + gathers)
 
 
 def _busiest_stage(task: Task, pipe: int) -> tuple[int, float]:
@@ -308,12 +335,38 @@ def _busiest_stage(task: Task, pipe: int) -> tuple[int, float]:
     return (layers[-1], 1.0) if last else (max(layers), 0.0)
 
 
-def _routes(machine: Machine, sizes: Sequence[int], order: Sequence[str]) -> list[tuple[float, float, float, float]]:
-    """Return for each axis the latency of a ring and of an all-reduce, the bandwidth, and whether it crosses nodes."""
-    by_axis, world, stride = dict(zip(AXES, sizes, strict=True)), prod(sizes), 1
-    found = {}
-    for axis in order if PIPE in order else (*order, PIPE):
-        link = route_of(machine, stride, by_axis[axis], world)
-        found[axis] = link.latency, min(2 * link.latency, link.tree_latency), link.bandwidth, float(link.crosses)
-        stride *= by_axis[axis]
-    return [found[axis] for axis in AXES]
+class _Links:
+    """The links of a machine as numbers: latency of a ring, of an all-reduce, bandwidth, whether it crosses nodes."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._known: dict[tuple[int, int, int], LinkNumbers] = {}
+
+    def of_axes(self, sizes: Sequence[int], order: Sequence[str], context: int = 1) -> list[LinkNumbers]:
+        """Return the link of each axis of a grid whose ranks walk the axes in this order, and that of its context."""
+        world, stride = prod(sizes), 1
+        found = [NO_LINK] * len(MESSAGE_AXES)
+        for axis in order if PIPE in order else (*order, PIPE):
+            place = AXES.index(axis)
+            if (size := sizes[place]) > 1:
+                found[place] = self._link(stride, size, world)
+                stride *= size
+        if context > 1:
+            parts = Shape(*sizes, order=order, context=context).strides(CONTEXT)
+            every = [self._link(*part, world) for part in parts]
+            latency, tree, bandwidth, crosses = zip(*every, strict=True)
+            found[-1] = sum(latency), sum(tree), min(bandwidth), max(crosses)
+        return found
+
+    def _link(self, stride: int, size: int, world: int) -> LinkNumbers:
+        group = stride, size, world
+        if group not in self._known:
+            link = route_of(self.machine, *group)
+            tree = min(2 * link.latency, link.tree_latency)
+            self._known[group] = link.latency, tree, link.bandwidth, float(link.crosses)
+        return self._known[group]
+
+
+LinkNumbers = tuple[float, float, float, float]
+NO_LINK = 0.0, 0.0, inf, 0.0
+"""The link of an axis that has one rank."""

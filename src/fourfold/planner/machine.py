@@ -8,8 +8,9 @@ impossible and a constant without a source are refused with the key and the file
 launch + latency of the hops + wire bytes / bandwidth, with one pass for an all-gather or a reduce-scatter, two for an
 all-reduce. An all-reduce may take a tree instead, with 2 log2(ranks) hops and the whole buffer both ways, if that is
 faster. The bandwidth depends on where a group lies: inside a node it is the one measured with all groups active; across
-nodes it is the bandwidth of the node's network cards, divided by the number of rings that cross there. What happens
-when several pieces of work run at once is up to the simulation (price.py); `transfer` says what they share.
+nodes it is the bandwidth of the node's network cards, divided by the number of rings that cross there, at most what a
+single ring reaches (`ring_bandwidth`), and less the more nodes the job has (`congestion`). What happens when several
+pieces of work run at once is up to the simulation (price.py); `transfer` says what they share.
 
 Invariant: `parse_machine(to_toml(machine)) == machine`.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
@@ -70,6 +71,17 @@ class LinkSpeed:
     """Bytes per second that each rank sends."""
     latency: float
     """Seconds per hop."""
+    ring_bandwidth: float = math.inf
+    """Bytes per second that a single ring between nodes reaches, if it cannot use all network cards of a node. Links
+    inside a node do not have it."""
+
+    def per_ring(self, rings: int) -> float:
+        """Return the bytes per second of each of so many rings that leave a node."""
+        return min(self.ring_bandwidth, self.bandwidth / rings)
+
+    def scaled(self, factor: float) -> LinkSpeed:
+        """Return a link of so many times the bandwidth, also of what a single ring reaches."""
+        return replace(self, bandwidth=factor * self.bandwidth, ring_bandwidth=factor * self.ring_bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +151,14 @@ class Machine:
     inside: Mapping[tuple[int, int], LinkSpeed]
     """Links inside a node by (stride, size) of the group, which has the ranks base, base + stride, ..."""
     between: LinkSpeed | None
-    """The link across nodes: its bandwidth is the sum of a node's network cards. None if there is only one node."""
+    """The link across nodes: its bandwidth is the sum of a node's network cards, of which one ring may reach less. None
+    if there is only one node."""
+    sharing: float = 0.0
+    """How much longer a collective inside a node takes for each other communicator in flight there: 0 if each has links
+    of its own, 1 if all share the same. The network cards of a node are always shared."""
+    congestion: float = 0.0
+    """How much longer a transfer between nodes takes for each doubling of the nodes of a job: 0 if the network keeps
+    its bandwidth, however many nodes send at once."""
     measured: tuple[Timed, ...] = ()
     """Measured products; shapes near them follow these times rather than `gemm` and `gemm_half`."""
     traffic: Mapping[KernelMode, float] = field(default_factory=dict)
@@ -172,6 +191,12 @@ class Machine:
         if self.device == "cpu":
             return f"{mode}: not measured, {self.overhead * 1e6:,.1f} us per item assumed"
         return f"{mode}: not measured, assumed to be never late"
+
+
+NO_MACHINE = Machine(
+    "", "", "", 1, 1, 0, {}, {}, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, {}, None
+)  # fmt: skip
+"""Stands for every machine, where only the work counts and not what it costs."""
 
 
 # --- machine files
@@ -249,11 +274,15 @@ CONSTANTS = {
     "launch": _Bounds("seconds before a collective moves its first byte", 0, True),
     "contention": _Bounds("the factor by which products slow down beside a collective", 1, True),
     "turn": _Bounds("seconds that a collective waits while the device computes", 0, True),
+    "sharing": _Bounds("how much longer a collective takes for each other communicator in flight", 0, True, high=2),
+    "congestion": _Bounds("how much longer a transfer between nodes takes for each doubling of nodes", 0, True, high=1),
 }
 """The constants of a machine file that are single numbers."""
 FLOPS = _Bounds("FLOP/s")
 LINK = {"bandwidth": _Bounds("bytes per second of a ring"), "latency": _Bounds("seconds per hop", 0, True)}
 """The constants of a link."""
+RING = {"ring_bandwidth": _Bounds("bytes per second that one ring between nodes reaches")}
+"""The constants that `[between]` may have as well."""
 HOST = {
     "item": _Bounds("seconds of the host per item of a step", 0, True),
     "step": _Bounds("seconds of the host per step beside its items", 0, True),
@@ -262,8 +291,13 @@ HOST = {
 TRAFFIC = _Bounds("how many times the bytes of fused kernels move", 1, True)
 TEXTS = ("name", "about", "device")
 """The keys without a source."""
-REQUIRED = [*TEXTS, *CONSTANTS, "peak", "gemm"]
-KEYS = [*REQUIRED, "between", "inside", "measured", "host", "traffic"]
+ASSUMED = {
+    "sharing": "estimate: not measured; every communicator is taken to have links of its own",
+    "congestion": "estimate: not measured; the network is taken to keep its bandwidth with any number of nodes",
+}
+"""The constants that a file may leave out, which are 0 then, with the source that says so."""
+REQUIRED = [*TEXTS, *(key for key in CONSTANTS if key not in ASSUMED), "peak", "gemm"]
+KEYS = [*REQUIRED, *ASSUMED, "between", "inside", "measured", "host", "traffic"]
 
 
 class _Reader:
@@ -279,9 +313,10 @@ class _Reader:
     def machine(self, table: Mapping[str, Any]) -> Machine:
         self.check_keys("", table, KEYS, REQUIRED)
         values: dict[str, Any] = {key: self.text(key, table[key]) for key in TEXTS}
-        values |= {key: self.constant(key, table[key], rule) for key, rule in CONSTANTS.items()}
+        given = {key: {"value": 0, "source": source} for key, source in ASSUMED.items()} | dict(table)
+        values |= {key: self.constant(key, given[key], rule) for key, rule in CONSTANTS.items()}
         values |= {key: self.flops(key, table[key]) for key in ("peak", "gemm")}
-        values["between"] = self.link("between", table["between"]) if "between" in table else None
+        values["between"] = self.link("between", table["between"], RING) if "between" in table else None
         values["inside"] = self.inside(table.get("inside", []), values["devices_per_node"])
         values["measured"] = self.measured(table["measured"], values["gemm"]) if "measured" in table else ()
         values["host"] = self.host(table.get("host", {}))
@@ -297,6 +332,10 @@ class _Reader:
             raise self.wrong(
                 "gemm", f"has {', '.join(values['gemm'])}", f"given for the dtypes of peak: {', '.join(values['peak'])}"
             )
+        between = values["between"]
+        if between is not None and between.bandwidth < between.ring_bandwidth < math.inf:
+            limit = f"at most between.bandwidth = {between.bandwidth:g}, which is that of all rings of a node"
+            raise self.wrong("between.ring_bandwidth", f"= {between.ring_bandwidth:g}", limit)
         for dtype, rate in values["gemm"].items():
             if rate > values["peak"][dtype]:
                 raise self.wrong(f"gemm.{dtype}", f"= {rate:g}", f"at most peak.{dtype} = {values['peak'][dtype]:g}")
@@ -339,9 +378,11 @@ class _Reader:
             raise self.wrong(key, "is empty", f"FLOP/s of at least one of {', '.join(ITEMSIZE)}")
         return {dtype: self.constant(f"{key}.{dtype}", value, FLOPS) for dtype, value in table.items()}
 
-    def link(self, key: str, table: Any) -> LinkSpeed:
-        self.check_keys(key, table, list(LINK), list(LINK))
-        return LinkSpeed(**{name: self.constant(f"{key}.{name}", table[name], rule) for name, rule in LINK.items()})
+    def link(self, key: str, table: Any, optional: Mapping[str, _Bounds] | None = None) -> LinkSpeed:
+        rules = {**LINK, **(optional or {})}
+        self.check_keys(key, table, list(rules), list(LINK))
+        given = {name: rule for name, rule in rules.items() if name in table}
+        return LinkSpeed(**{name: self.constant(f"{key}.{name}", table[name], rule) for name, rule in given.items()})
 
     def host(self, table: Any) -> dict[HostMode, HostSpeed]:
         self.check_keys("host", table, list(HOST_MODES), [])
@@ -421,7 +462,13 @@ def to_toml(machine: Machine) -> str:
 
 
 def _link(machine: Machine, path: str, link: LinkSpeed) -> list[str]:
-    return [_constant(machine, f"{path}.{name}", getattr(link, name)) for name in LINK]
+    return [_constant(machine, f"{path}.{name}", value) for name, value in link_constants(link).items()]
+
+
+def link_constants(link: LinkSpeed) -> dict[str, float]:
+    """Return the constants of a link by their names in a machine file."""
+    found = {name: getattr(link, name) for name in (*LINK, *RING)}
+    return {name: value for name, value in found.items() if value < math.inf}
 
 
 def _constant(machine: Machine, path: str, value: float) -> str:
@@ -476,11 +523,13 @@ class TransferCost:
     moving: float
     """Seconds for which the collective occupies the link."""
     link: str
-    """The resource: `CARD`, which all axes share, or an axis. Different axes inside a node share nothing beyond what
-    their bandwidths were measured with."""
+    """The resource: `CARD`, which all axes share, or an axis. Axes inside a node share by `Machine.sharing`."""
     beside: float
     """The factor by which the collective is slower while the device computes all the time, because it waits for its
     turn."""
+    load: float = 1.0
+    """The part of the network cards that the collective uses while it is alone there: below 1 if its rings cannot use
+    them all."""
 
     @property
     def seconds(self) -> float:
@@ -500,6 +549,8 @@ class Route:
     crosses: bool
     rings: int
     """The number of rings that share a node's network cards; 0 inside a node."""
+    load: float = 1.0
+    """The part of the network cards that these rings use together."""
 
 
 @lru_cache(maxsize=256)
@@ -519,11 +570,18 @@ def in_mode(machine: Machine, mode: HostMode) -> Machine:
 class Seconds:
     """Prices of work on a grid of this shape, in which rank r is on node r // devices_per_node.
 
-    `mode` says how the host gives the work to the device, `compiled` whether kernels between products are fused.
+    `mode` says how the host gives the work to the device, `compiled` whether kernels between products are fused. Axes
+    in `routes` have these links, as in a larger grid of which this one is a part.
     """
 
     def __init__(
-        self, machine: Machine, shape: Shape, mode: HostMode = "eager", *, compiled: bool | None = None
+        self,
+        machine: Machine,
+        shape: Shape,
+        mode: HostMode = "eager",
+        *,
+        compiled: bool | None = None,
+        routes: Mapping[str, Route] | None = None,
     ) -> None:
         if shape.world > machine.devices_per_node and machine.between is None:
             raise ValueError(
@@ -534,15 +592,13 @@ class Seconds:
         self.host = machine.host_in(mode)
         compiled = mode == "compiled" if compiled is None else compiled
         self.traffic = machine.traffic.get("compiled" if compiled else "eager", 1.0)
-        self._routes: dict[str, Route] = {}
+        self._routes: dict[str, Route] = dict(routes or {})
         self._transfers: dict[tuple[str, str, int], TransferCost] = {}
 
     def link(self, axis: str) -> Route:
         if axis not in self._routes:
-            stride = 1
-            for faster in self.shape.order[: self.shape.order.index(axis)]:
-                stride *= self.shape.sizes[faster]
-            self._routes[axis] = route_of(self.machine, stride, self.shape.sizes[axis], self.shape.world)
+            parts = [route_of(self.machine, *part, self.shape.world) for part in self.shape.strides(axis)]
+            self._routes[axis] = parts[0] if len(parts) == 1 else joined(parts)
         return self._routes[axis]
 
     def collective(self, record: Collective) -> float:
@@ -550,9 +606,9 @@ class Seconds:
         return self.transfer(record).seconds
 
     def transfer(self, record: Collective) -> TransferCost:
-        key = (record.op, record.axis, record.nbytes)
+        key = (record.op, record.axis, record.nbytes if record.sent < 0 else record.sent)
         if key not in self._transfers:
-            if record.ranks != self.shape.sizes[record.axis]:
+            if record.ranks != self.shape.named[record.axis]:
                 raise ValueError(f"{record} is of {record.ranks} ranks and not of the grid {self.shape}")
             self._transfers[key] = self._transfer(record)
         return self._transfers[key]
@@ -566,20 +622,40 @@ class Seconds:
         host = launch if self.machine.device == "cpu" else 0.0
         if record.op == "send":
             latency = launch - host + self._hop_latency(record.axis)
-            return TransferCost(
-                host, latency, record.nbytes / route.bandwidth, CARD if route.crosses else record.axis, 1.0
-            )
+            moving, link = record.nbytes / route.bandwidth, CARD if route.crosses else record.axis
+            return TransferCost(host, latency, moving, link, 1.0, route.load)
+        if record.op == "all_to_all":
+            return self._all_to_all(record, route, host)
         passes = 2 if record.op == "all_reduce" else 1
         ring = (launch - host + passes * route.latency, record.wire_bytes / route.bandwidth)
         tree = (launch - host + route.tree_latency, 2 * record.nbytes / route.bandwidth)
         fixed, moving = min(ring, tree, key=sum) if record.op == "all_reduce" else ring
-        turn = self.machine.turn
-        beside = 1 + turn / (fixed + moving) if turn else 1.0
-        return TransferCost(host, fixed, moving, CARD if route.crosses else record.axis, beside)
+        link = CARD if route.crosses else record.axis
+        return TransferCost(host, fixed, moving, link, self._beside(fixed + moving), route.load)
+
+    def _beside(self, alone: float) -> float:
+        """Return how much longer a collective takes while the device computes; 0 seconds: nothing is sent."""
+        return 1 + self.machine.turn / alone if alone else 1.0
+
+    def _all_to_all(self, record: Collective, route: Route, host: float) -> TransferCost:
+        """Price a message to every other rank: all ranks of a node share its cards for what leaves the node."""
+        machine, between = self.machine, self.machine.between
+        fixed = machine.launch - host + self._hop_latency(record.axis)
+        if not route.crosses or between is None:
+            moving = record.wire_bytes / route.bandwidth
+            return TransferCost(host, fixed, moving, record.axis, self._beside(fixed + moving), route.load)
+        per_node = machine.devices_per_node
+        spreads = [spread_of(*part, self.shape.world, per_node) for part in self.shape.strides(record.axis)]
+        near = min(record.ranks, math.prod(spread.members for spread in spreads))
+        far = (record.ranks - near) / (record.ranks - 1)
+        moving = far * record.wire_bytes * per_node / between.bandwidth
+        if not far:  # the shape is a part of the grid whose route this is
+            moving = record.wire_bytes / route.bandwidth
+        return TransferCost(host, fixed, moving, CARD, self._beside(fixed + moving))
 
     def _hop_latency(self, axis: str) -> float:
         """Return the seconds of one hop between neighbours along an axis, of which some may be on different nodes."""
-        route, size = self.link(axis), self.shape.sizes[axis]
+        route, size = self.link(axis), self.shape.named[axis]
         between = self.machine.between
         return between.latency if route.crosses and between is not None else route.latency / max(1, size - 1)
 
@@ -611,6 +687,14 @@ def _larger(one: Any, other: Any) -> Any:
     return torch.maximum(one, torch.as_tensor(other)) if isinstance(one, torch.Tensor) else max(one, other)
 
 
+def joined(parts: Sequence[Route]) -> Route:
+    """Return the path of a group that goes along several axes: the hops of all, at the speed of the slowest."""
+    slowest = min(parts, key=lambda one: one.bandwidth)
+    latency, tree = sum(one.latency for one in parts), sum(one.tree_latency for one in parts)
+    crosses = any(one.crosses for one in parts)
+    return replace(slowest, latency=latency, tree_latency=tree, crosses=crosses)
+
+
 @lru_cache(maxsize=4096)
 def route_of(machine: Machine, stride: int, size: int, world: int) -> Route:
     if size == 1:
@@ -621,14 +705,17 @@ def route_of(machine: Machine, stride: int, size: int, world: int) -> Route:
         deep = math.ceil(math.log2(size))
         return Route((size - 1) * link.latency, 2 * deep * link.latency, link.bandwidth, False, 0)
     between, near = machine.between, size - spread.nodes  # `near`: hops inside nodes in a whole round
-    bandwidth, hop = between.bandwidth / spread.rings, 0.0
+    doublings = math.log2(max(1, world / machine.devices_per_node))
+    alone = between.per_ring(spread.rings)
+    bandwidth, hop = alone / (1 + machine.congestion * doublings), 0.0
     if near:
         inner = inside_link(machine, stride, spread.members)
         bandwidth, hop = min(bandwidth, inner.bandwidth), inner.latency
     # a pass has one hop less than a round; the slowest chunk makes all hops except the cheapest
     latency = spread.nodes * between.latency + near * hop - (min(hop, between.latency) if near else between.latency)
     deep, wide = math.ceil(math.log2(spread.members)), math.ceil(math.log2(spread.nodes))
-    return Route(latency, 2 * (deep * hop + wide * between.latency), bandwidth, crosses=True, rings=spread.rings)
+    load = alone * spread.rings / between.bandwidth
+    return Route(latency, 2 * (deep * hop + wide * between.latency), bandwidth, True, spread.rings, load)
 
 
 def inside_link(machine: Machine, stride: int, size: int) -> LinkSpeed:

@@ -20,11 +20,14 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import Literal, NamedTuple, cast, get_args
 
+import torch
+from torch import Tensor
+
 from fourfold.axes import PIPE, REPLICA
 from fourfold.layout import GATHERED
-from fourfold.models.config import unit_of
+from fourfold.models.config import ModelConfig, unit_of
 from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
-from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_names
+from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_ends, structure_of_layers
 from fourfold.planner.transformer import (
     ModelPart,
     ends_program,
@@ -33,8 +36,9 @@ from fourfold.planner.transformer import (
     recompute_of,
     whole_model,
 )
-from fourfold.policy import Recompute
+from fourfold.policy import Policy, Recompute
 from fourfold.schedule.action import Schedule
+from fourfold.shape import Shape
 
 PeakMoment = Literal["head", "loss", "backward", "embedding", "optimizer"]
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
@@ -62,15 +66,18 @@ class Memory:
     workspace: int
     """Short-lived tensors: gradients of activations, gathered inputs, copies in a wider dtype."""
     at: PeakMoment
+    host: int = 0
+    """The most bytes of activations that wait on the host; they are not in the total."""
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "at"}
+        """Bytes on the device by kind."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("at", "host")}
 
     @property
     def total(self) -> int:
-        return sum(self.kinds.values())
+        kept = self.activations + self.logits + self.workspace  # one by one, because a search asks a million times
+        return self.parameters + self.gradients + self.optimizer + self.weights_in_flight + kept
 
 
 def peak_memory(
@@ -103,33 +110,72 @@ def peak_memory_of_pipe(
     rank, stages = sizes.coords[PIPE], sizes.stages
     order = schedule.orders[rank]
     passes, split = (sum(action.kind == kind for action in order) for kind in ("F", "B"))
-    readings = {
-        stage: MemoryReading(
-            sizes,
-            passes,
-            optimizer_bytes_per_parameter,
-            part=part_of(stages, stage),
-            recompute=recompute_of(stages, stage, sizes.policy),
-            split=bool(split),
-        )
-        for stage in stages.of_rank(rank)
-    }
-    memories = {stage: reading.memory() for stage, reading in readings.items()}
-    kept, held = ({stage: getattr(one, what) for stage, one in readings.items()} for what in ("kept", "held"))
+    first = sizes.shape.rank({**sizes.coords, PIPE: 0})
+    every = {}
+    for stage in stages.of_rank(rank):
+        part, recompute = part_of(stages, stage), recompute_of(stages, stage, sizes.policy)
+        every[stage] = _memory_of_stage(
+            sizes.config, sizes.shape, without_stages(sizes.policy), sizes.rows, sizes.seq, sizes.dtype, first,
+            sizes.parameters, passes > 1, optimizer_bytes_per_parameter,
+            part._replace(layers=range(len(part.layers))), recompute, bool(split),
+        )  # fmt: skip
     alive, found = 0, (-1, 0, 0)
+    on_host = most_on_host = 0
     for kind, stage, _ in order:
+        one = every[stage]
+        on_host += {"F": one.memory.host, "W": 0}.get(kind, -one.memory.host)
+        most_on_host = max(most_on_host, on_host)
         if kind == "F":
-            alive += kept[stage]
+            alive += one.kept
         elif kind == "W":
-            alive -= held[stage]
+            alive -= one.held
         else:
-            alive -= kept[stage]
-            found = max(found, (memories[stage].total + alive, stage, alive))
-            alive += held[stage] if kind == "B" else 0
+            alive -= one.kept
+            found = max(found, (one.total + alive, stage, alive))
+            alive += one.held if kind == "B" else 0
     _, stage, others = found
-    memory = memories[stage]
-    streams = _streams_in_flight(schedule, rank) * sum(half.rest_nbytes for half in sizes.halves)
-    return replace(memory, activations=memory.activations + others, workspace=memory.workspace + streams)
+    memory = every[stage].memory
+    stream = sum(half.rest_nbytes for half in sizes.halves)
+    streams = _streams_in_flight(schedule, rank) * stream
+    others += stream if most_on_host else 0  # the input that was sent last, of another micro-batch
+    workspace = memory.workspace + streams
+    return replace(memory, activations=memory.activations + others, workspace=workspace, host=most_on_host)
+
+
+class StageMemory(NamedTuple):
+    """The memory of a pipe rank while one micro-batch goes through one of its stages alone."""
+
+    memory: Memory
+    total: int
+    kept: int
+    """Bytes that the forward pass leaves for backward."""
+    held: int
+    """Bytes that backward leaves for the products of dw."""
+
+
+@lru_cache(maxsize=1 << 14)
+def _memory_of_stage(
+    config: ModelConfig, shape: Shape, policy: Policy, rows: int, seq: int, dtype: torch.dtype, rank: int,
+    parameters: int, accumulates: bool, optimizer_nbytes: float | None, part: ModelPart, recompute: Recompute,
+    split: bool,
+) -> StageMemory:  # fmt: skip
+    """Return the memory of a rank with so many elements of parameters in all its stages.
+
+    Most ranks of a pipeline have equal stages, and further candidates differ in a few of them.
+    """
+    sizes = LocalSizes(config, shape, policy, rows, seq, dtype, rank)
+    reading = MemoryReading(
+        sizes, 1 + accumulates, optimizer_nbytes, part=part, recompute=recompute, split=split, parameters=parameters
+    )
+    memory = reading.memory()
+    kept = reading.kept - (reading.input_here if part.embedding else 0)  # of all passes one has it there
+    return StageMemory(memory, memory.total, kept, reading.held)
+
+
+@lru_cache(maxsize=1024)
+def without_stages(policy: Policy) -> Policy:
+    """Return the policy with stages and schedule left open."""
+    return replace(policy, stages=None, schedule="auto")
 
 
 def _gathered_by_stage(sizes: LocalSizes) -> list[int]:
@@ -188,6 +234,8 @@ class LiveBytes:
         """The row of every reduction of weights' gradients, in order."""
         self.kept: list[int] = []
         """The rows of the tensors that exist at the end of forward, by kind."""
+        self.all_kept = SizeMatrix()
+        """One row, the sum of these: a small matrix that is quickly read for many candidates."""
         self.held: list[int] = []
         """The same before the products of dw, or at the end if none were held back."""
         backward = next(place for place, phase in program.phases if phase == "backward")
@@ -225,6 +273,12 @@ class LiveBytes:
     def _keep(self, *, held: bool) -> None:
         rows = [self._matrix.row(live) for live in self._now]
         self.held, self.kept = (rows, self.kept) if held else (self.held, rows)
+        if not held:
+            names = list(self._matrix.columns)
+            total = Term({})
+            for live in self._now:
+                total += Term({names[column]: times for column, times in live.items() if times})
+            self.all_kept.row_of(total)
 
     def _change(self, size: Term | int, kind: MemoryKind, sign: int) -> None:
         if isinstance(size, Term):
@@ -268,13 +322,35 @@ def _covers(one: dict[int, int], other: dict[int, int]) -> bool:
 @lru_cache(maxsize=4096)
 def live_layers(structure: Structure, *, split: bool = False) -> LiveBytes:
     """Return the live bytes of layers alone."""
-    return LiveBytes(layers_program(structure, REHEARSED_LAYERS, split=split), structure)
+    return LiveBytes(layers_program(structure, REHEARSED_LAYERS, split), structure)
 
 
 @lru_cache(maxsize=4096)
 def live_ends(structure: Structure, *, embedding: bool = True, head: bool = True, split: bool = False) -> LiveBytes:
     """Return the live bytes of embedding, head and loss alone, or of those that a stage has."""
-    return LiveBytes(ends_program(structure, embedding=embedding, head=head, split=split), structure)
+    return LiveBytes(ends_program(structure, embedding, head, split), structure)
+
+
+def least_nbytes(
+    sizes: Sequence[LocalSizes], recompute: Recompute, layers: Tensor, passes: Tensor, micro_steps: Tensor
+) -> Tensor:
+    """Return a lower bound of the bytes of many candidates, each a rank with so many layers: [candidate].
+
+    It counts weights, gradients of earlier micro-steps, the optimizer's state, and what the layers keep for backward of
+    each of the `passes` that are under way at once.
+    """
+    kept = torch.zeros(len(sizes), dtype=torch.float64)
+    by_structure: dict[Structure, list[int]] = {}
+    for index, one in enumerate(sizes):
+        structure = structure_of_layers(one.structure, recompute)
+        by_structure.setdefault(structure, []).append(index)
+    for structure, indices in by_structure.items():
+        values = live_layers(structure).all_kept.values_of_many([sizes[index] for index in indices])
+        kept[indices] = values[0] // REHEARSED_LAYERS
+    shards = torch.tensor([one.layer_shard * one.dtype.itemsize for one in sizes], dtype=torch.float64)
+    replicas = [one.shape.sizes[REPLICA] if one.policy.shard_optimizer else 1 for one in sizes]
+    tensors = 1 + (micro_steps > 1).double() + MOMENTS / torch.tensor(replicas, dtype=torch.float64)
+    return layers * (shards * tensors + passes * kept)
 
 
 # --- weights in flight
@@ -363,24 +439,35 @@ class MemoryReading:
         part: ModelPart | None = None,
         recompute: Recompute | None = None,
         split: bool = False,
+        parameters: int | None = None,
     ) -> None:
-        """`split`: whether backward holds back the products of dw, which then keep what they read."""
+        """Read the memory of this part, by default of the whole model.
+
+        `split`: whether backward holds back the products of dw, which then keep what they read. `parameters`: the
+        elements of all shards of the rank, by default those that `sizes` counts.
+        """
         self.sizes, self.part, self.split = sizes, part or whole_model(sizes.config.layers), split
         self.layers = len(self.part.layers)
-        self._blocks = structure_of_names(sizes.structure, recompute=recompute, chunked=False)
+        self._blocks = structure_of_layers(sizes.structure, recompute)
         self.block = _Part(live_layers(self._blocks), sizes)
-        self.parameters, item = sizes.parameter_nbytes, sizes.dtype.itemsize
+        elements, item = sizes.parameters if parameters is None else parameters, sizes.dtype.itemsize
+        self.parameters = elements * item
         self.least_gradients = self.parameters if micro_steps > 1 else 0
         """Bytes of gradients that exist from the first micro-step on."""
         self.replicas = sizes.shape.sizes[REPLICA] if sizes.policy.shard_optimizer else 1
         each = MOMENTS * item if optimizer_nbytes is None else optimizer_nbytes
-        self.optimizer = ceil(sizes.parameters / self.replicas * each)
+        self.optimizer = ceil(elements / self.replicas * each)
         self.layer_gradients = sizes.layer_shard * item
         self.head_gradients = sizes.shard_elements((sizes.structure.table,)) * item if self.part.head else 0
-        self.casts = sizes.parameters * sizes.structure.compute_itemsize if sizes.structure.keeps_casts else 0
+        self.casts = elements * sizes.structure.compute_itemsize if sizes.structure.keeps_casts else 0
         """Bytes of cast shards that are kept."""
         self.kept_layer = [nbytes // REHEARSED_LAYERS for nbytes in self.block.kept]
         self.kept_by_layers = self.layers * sum(self.kept_layer)
+        offloads = self._blocks.policy.offload and self._blocks.policy.runs_blocks_again and self.layers > 0
+        self.input_here = sum(half.rest_nbytes for half in sizes.halves) if offloads else 0
+        """Bytes of the one block input that stays on the device where others wait on the host: the one that was sent
+        last, or in a later stage the first one, which has arrived there."""
+        self.host = self.input_here * (self.layers if self.part.embedding else self.layers - 1)
 
     @property
     def least(self) -> int:
@@ -392,13 +479,13 @@ class MemoryReading:
         return _Part(self._live_ends(split=False), self.sizes)
 
     def _live_ends(self, *, split: bool) -> LiveBytes:
-        structure = structure_of_names(self.sizes.structure, recompute="none")
+        structure = structure_of_ends(self.sizes.structure)
         return live_ends(structure, embedding=self.part.embedding, head=self.part.head, split=split)
 
     @property
     def kept(self) -> int:
         """The bytes that a forward pass leaves for backward."""
-        return sum(self.ends.kept) + self.kept_by_layers
+        return sum(self.ends.kept) + self.kept_by_layers + self.input_here
 
     @property
     def held(self) -> int:
@@ -437,7 +524,7 @@ class MemoryReading:
         gradients = layers * self.layer_gradients
         found = [self._at_layer(done) for done in self._depths()]
         if part.head:
-            found.append(self._largest(ends, 0, embedding, layers=layers, below=layers))
+            found.append(self._largest(ends, 0, embedding, layers=layers, below=layers, before=self.input_here))
         if embedding is not None:
             above = dict(gradients=gradients, above=layers, before=self.held)
             found.append(self._largest(ends, embedding, None, **above, ahead=False))
@@ -464,6 +551,7 @@ class MemoryReading:
             logits=kinds["logits"],
             workspace=kinds["workspace"],
             at=cast(PeakMoment, at),
+            host=self.host,
         )
 
     def _depths(self) -> set[int]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple, cast
 
 from fourfold.models.config import ModelConfig
@@ -20,7 +21,7 @@ from fourfold.planner.memory import MemoryReading, peak_memory_of_pipe
 from fourfold.planner.price import Candidate, PipePrice, StageCosts, Task, memory_by_pipe_rank, price_pipe, unit_totals
 from fourfold.planner.transformer import ModelPart, part_of, recompute_of
 from fourfold.policy import Recompute
-from fourfold.schedule.find import find
+from fourfold.schedule.find import find, least_seconds
 from fourfold.schedule.stages import Stages, place
 
 MOST_PIPE = 64
@@ -38,6 +39,8 @@ SEARCHED = ((1, "loop"), (2, "wave"), (4, "wave"))
 """Chunks and placements on which `find` looks for a schedule."""
 MOST_FOUND = 8192
 """The most stages times micro-batches for which a schedule is searched; named ones are as good where there are more."""
+WORTH_SEARCHING = 0.005
+"""The share of a step that a schedule must be able to save before it is searched."""
 KINDS: tuple[Recompute, ...] = ("none", "attention", "block")
 """What backward may compute again; the later in this list, the less memory it needs."""
 
@@ -116,11 +119,18 @@ def rough_pipeline(task: Task, candidate: Candidate) -> Candidate:
 
 
 def best_pipeline(
-    task: Task, candidate: Candidate, limit: int, *, searches: bool, most: Recompute | None = None
+    task: Task,
+    candidate: Candidate,
+    limit: int,
+    *,
+    searches: bool,
+    most: Recompute | None = None,
+    fastest: float = inf,
 ) -> PipePrice | None:
     """Return the fastest pipeline of a candidate that fits into `limit` bytes on every rank; None if none fits.
 
-    With `searches` it also looks for a schedule of its own, for the seconds of the stages and the memory there is.
+    With `searches` it also looks for a schedule of its own, for the seconds of the stages and the memory there is,
+    where such a schedule may be faster than a named one and than `fastest`, the seconds of another candidate.
     Where memory demands it, backward may compute again up to `most`; by default what the candidate's policy says.
     """
     most = most or candidate.policy.recompute
@@ -131,10 +141,15 @@ def best_pipeline(
             continue
         fitted = least_recompute(task, layout, limit, most)
         if fitted is not None:
-            priced = found if fitted is layout else min(_recut(task, fitted, limit), key=lambda one: one.seconds)
+            if fitted is layout:
+                priced = found
+            elif searches:
+                priced = min(_recut(task, fitted, limit), key=lambda one: one.seconds)
+            else:
+                priced = price_pipe(task, fitted)
             best = priced if best is None or priced.seconds < best.seconds else best
     if best is not None and searches:
-        best = min([best, *_searched(task, best, candidate, limit)], key=lambda one: one.seconds)
+        best = min([best, *_searched(task, best, candidate, limit, fastest)], key=lambda one: one.seconds)
     return best
 
 
@@ -224,8 +239,9 @@ def too_large(task: Task, candidate: Candidate, limit: int) -> int | None:
     return next((rank for rank in sorted(ranks) if _rank_bytes(task, candidate, rank) > limit), None)
 
 
-def _searched(task: Task, best: PipePrice, candidate: Candidate, limit: int) -> Iterator[PipePrice]:
+def _searched(task: Task, best: PipePrice, candidate: Candidate, limit: int, fastest: float) -> Iterator[PipePrice]:
     """Yield pipelines with a schedule that was searched for the seconds of their stages."""
+    worthwhile = (1 - WORTH_SEARCHING) * min(best.seconds, fastest)
     for chunks, placement in SEARCHED:
         stages = balanced_stages(task, candidate, chunks, placement)
         if stages is None or len(stages.placement) * candidate.micro_steps > MOST_FOUND:
@@ -233,15 +249,18 @@ def _searched(task: Task, best: PipePrice, candidate: Candidate, limit: int) -> 
         recompute = best.stages.recompute
         kinds = [recompute[best.stages.of_rank(rank)[0]] for rank in stages.placement] if recompute else ()
         laid = replace(candidate, policy=replace(candidate.policy, stages=replace(stages, recompute=tuple(kinds))))
-        found = _find(task, laid, limit)
+        costs = StageCosts(task, laid, cast("Stages", laid.policy.stages), split=True)
+        least = least_seconds(stages.placement, candidate.micro_steps, costs.seconds(), costs.hop)
+        if least + costs.optimizer().seconds > worthwhile:
+            continue  # no schedule of these stages can win
+        found = _find(task, laid, costs, limit)
         if found is not None:
             yield price_pipe(task, found)
 
 
-def _find(task: Task, candidate: Candidate, limit: int) -> Candidate | None:
+def _find(task: Task, candidate: Candidate, costs: StageCosts, limit: int) -> Candidate | None:
     """Return the candidate with the best schedule that `find` knows within the memory; None if none fits."""
     stages = cast("Stages", candidate.policy.stages)
-    costs = StageCosts(task, candidate, stages, split=True)
     weights, room = [0.0] * len(stages.placement), []
     for rank in range(stages.pipe):
         sizes, alone = candidate.sizes(task, pipe_rank=rank), 0

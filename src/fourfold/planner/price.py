@@ -2,10 +2,10 @@
 
 The simulated device has one stream for computation and one for each lane of communication (an axis, or its gathers and
 its reductions separately). A collective begins when the computation launched before it is done and its lane is free. It
-first takes its latency, then the link, which transfers that cross nodes share. A wait stops the computation until the
-collective has landed: that is exposed time. On a GPU the host issues the work ahead of the device, one item after
-another; an item begins when it is issued and the device is free. On the CPU the host computes itself: its time per
-item, and launching a collective, count as computation. Computation is
+first takes its latency, then the link, which transfers that cross nodes share, and those inside a node as far as the
+machine says. A wait stops the computation until the collective has landed: that is exposed time. On a GPU the host
+issues the work ahead of the device, one item after another; an item begins when it is issued and the device is free. On
+the CPU the host computes itself: its time per item, and launching a collective, count as computation. Computation is
 slower by the machine's `contention` while anything is in flight, and a collective is slower while the device computes
 if it has to wait for its `turn`. Playing the program in its own order is exact: whatever is on a link at some moment
 was launched before that moment.
@@ -20,22 +20,24 @@ plays the schedule with the seconds of its stages and messages.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from fourfold.axes import AXES, PIPE, REPLICA
+from fourfold.axes import AXES, MESSAGE_AXES, PIPE, REPLICA
+from fourfold.context.move import plan_context
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig
-from fourfold.planner.machine import CARD, DTYPES, HostMode, Machine, Seconds
-from fourfold.planner.memory import Memory, peak_memory, peak_memory_of_pipe
-from fourfold.planner.program import AttentionOp, ComputeOp, LaunchOp, MatmulOp, MemoryOp, Program, WaitOp, Work
+from fourfold.planner.lengths import LengthSample
+from fourfold.planner.machine import CARD, DTYPES, NO_MACHINE, HostMode, Machine, Route, Seconds
+from fourfold.planner.memory import Memory, peak_memory, peak_memory_of_pipe, without_stages
+from fourfold.planner.program import ADDED, AttentionOp, ComputeOp, LaunchOp, MatmulOp, MemoryOp, Program, WaitOp, Work
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import (
     Flops,
@@ -48,6 +50,7 @@ from fourfold.planner.transformer import (
     step_program,
 )
 from fourfold.policy import Policy, Recompute
+from fourfold.schedule.action import Schedule
 from fourfold.schedule.play import Played, play
 from fourfold.schedule.stages import Stages
 
@@ -137,33 +140,41 @@ class TransferInFlight:
     """Seconds on the link that are left, if nothing else uses it."""
     link: str
     beside: float
+    load: float = 1.0
     start: float = 0.0
+
+
+class PendingChanges(NamedTuple):
+    """What happens next to the transfers under way."""
+
+    first: float
+    """The seconds until the first change."""
+    transfers: list[tuple[float, float, str, TransferInFlight]]
+    """For each transfer: the seconds until its latency is over or it has landed, the factor by which it is slower than
+    alone, its lane, the transfer."""
 
 
 class LinkQueues:
     """All lanes: the transfer under way on each, and those that wait behind it."""
 
-    def __init__(self, spans: list[TimelineSpan] | None) -> None:
-        self.now = 0.0
+    def __init__(self, spans: list[TimelineSpan] | None, sharing: float) -> None:
+        self.now, self.sharing = 0.0, sharing
         self.landed: dict[int, float] = {}
         """When each collective landed."""
         self.busy: defaultdict[str, float] = defaultdict(float)
         self.spans = spans
         self._queues: defaultdict[str, deque[TransferInFlight]] = defaultdict(deque)
-        self._under_way: dict[str, TransferInFlight] = {}
+        self.under_way: dict[str, TransferInFlight] = {}
+        """The transfer of each busy lane."""
 
     def launch(self, lane: str, transfer: TransferInFlight, at: float) -> None:
         """Launch a transfer; `at` is not before any moment that was asked about."""
         self.advance(at)
-        if lane in self._under_way:
+        if lane in self.under_way:
             self._queues[lane].append(transfer)
         else:
             transfer.start = at
-            self._under_way[lane] = transfer
-
-    @property
-    def idle(self) -> bool:
-        return not self._under_way
+            self.under_way[lane] = transfer
 
     def land(self, flight: int) -> float:
         """Return when the collective lands, with the device standing still until then."""
@@ -172,33 +183,48 @@ class LinkQueues:
         return self.landed[flight]
 
     def advance(self, until: float, *, computing: bool = False) -> None:
-        while self.now < until and self._under_way:
+        while self.now < until and self.under_way:
             self.take(self.pending(computing=computing), until)
-        self.now = max(self.now, until)
+        if self.now < until:
+            self.now = until
 
-    def pending(self, *, computing: bool) -> list[tuple[float, float, str, TransferInFlight]]:
-        """Return for each transfer under way: the seconds until its latency is over or it has landed, the factor by
-        which it is slower than alone, its lane, the transfer."""
-        on_card = 0
-        for one in self._under_way.values():
-            if one.link == CARD and one.fixed <= 0.0:
-                on_card += 1
-        found = []
-        for lane, one in self._under_way.items():
+    def pending(self, *, computing: bool) -> PendingChanges:
+        """Return what happens next to the transfers under way, if nothing is launched."""
+        if len(self.under_way) == 1:  # it shares no link
+            [(lane, one)] = self.under_way.items()
+            slow = one.beside if computing else 1.0
+            left = slow * (one.fixed if one.fixed > 0.0 else one.moving)
+            return PendingChanges(left, [(left, slow, lane, one)])
+        on_card, inside = 0.0, 0
+        for one in self.under_way.values():
+            if one.fixed <= 0.0:
+                if one.link == CARD:
+                    on_card += one.load
+                else:
+                    inside += 1
+        shared = 1 + self.sharing * (inside - 1)
+        on_card = max(1.0, on_card)  # nothing is slower while the cards have bandwidth left
+        first, found = inf, []
+        for lane, one in self.under_way.items():
             slow = one.beside if computing else 1.0
             if one.fixed > 0.0:
-                found.append((slow * one.fixed, slow, lane, one))
+                left = slow * one.fixed
             else:
-                if one.link == CARD:
-                    slow *= on_card  # transfers on the network cards share their bandwidth equally
-                found.append((slow * one.moving, slow, lane, one))
-        return found
+                # transfers that together need more than the network cards have are slowed down alike; those inside a
+                # node share as it was measured
+                slow *= on_card if one.link == CARD else shared
+                left = slow * one.moving
+            found.append((left, slow, lane, one))
+            if left < first:
+                first = left
+        return PendingChanges(first, found)
 
-    def take(self, pending: list[tuple[float, float, str, TransferInFlight]], until: float = inf) -> None:
+    def take(self, pending: PendingChanges, until: float = inf) -> None:
         """Advance to the first of these changes, or to that time."""
-        step = min(min([left for left, _, _, _ in pending]), until - self.now)
+        first, transfers = pending
+        step = min(first, until - self.now)
         self.now += step
-        for left, slow, lane, transfer in pending:
+        for left, slow, lane, transfer in transfers:
             done = step / slow
             if transfer.fixed > 0.0:
                 # assign 0 exactly: a rounding remainder would cost one more event
@@ -216,10 +242,10 @@ class LinkQueues:
         if self.spans is not None:
             self.spans.append(TimelineSpan(lane, transfer.label, transfer.start, self.now))
         if queue := self._queues[lane]:
-            following = self._under_way[lane] = queue.popleft()
+            following = self.under_way[lane] = queue.popleft()
             following.start = self.now
         else:
-            del self._under_way[lane]
+            del self.under_way[lane]
 
 
 class Simulation:
@@ -228,34 +254,43 @@ class Simulation:
     def __init__(self, seconds: Seconds, dtype: str, *, trace: bool) -> None:
         self.seconds, self.dtype, self.trace = seconds, dtype, trace
         self.spans: list[TimelineSpan] = []
-        self.links = LinkQueues(self.spans if trace else None)
+        self.links = LinkQueues(self.spans if trace else None, seconds.machine.sharing)
         self.now = self.compute_seconds = self.host_seconds = 0.0
         self._issued = 0.0  # when the host has issued the work so far
         self._host_computes = seconds.machine.device == "cpu"
+        self._per_item, self._contention = seconds.host.item, seconds.machine.contention
         self._axes: dict[int, str] = {}
         self._exposed: defaultdict[str, float] = defaultdict(float)
 
     def play(self, item: Work, phase: str) -> None:
-        if isinstance(item, LaunchOp):
-            self._issue(self.seconds.host.item)
-            record, cost = item.record, self.seconds.transfer(item.record)
-            self._compute(cost.host)
-            self._axes[item.flight] = record.axis
-            transfer = TransferInFlight(
-                item.flight, record.label, record.axis, cost.fixed, cost.moving, cost.link, cost.beside
-            )
-            self.links.launch(item.lane, transfer, self.now)
-        elif isinstance(item, WaitOp):
-            landed = self.links.land(item.flight)
-            if landed > self.now:
-                self._exposed[self._axes[item.flight]] += landed - self.now
-                self.now = landed
+        if isinstance(item, WaitOp):
+            self._wait(item.flight)
+        elif isinstance(item, LaunchOp):
+            self._issue(self._per_item)
+            self._launch(item)
         elif not isinstance(item, MemoryOp):  # allocations take no time
-            self._issue(self.seconds.host.item)
+            self._issue(self._per_item)
             begin = self.now
             self._compute(self._seconds(item))
             if self.trace:
                 self.spans.append(TimelineSpan(COMPUTE, item.label, begin, self.now, phase))
+
+    def _launch(self, item: LaunchOp) -> None:
+        flight, record, lane = item
+        cost = self.seconds.transfer(record)
+        if cost.host:
+            self._compute(cost.host)
+        self._axes[flight] = record.axis
+        transfer = TransferInFlight(
+            flight, record.label, record.axis, cost.fixed, cost.moving, cost.link, cost.beside, cost.load
+        )
+        self.links.launch(lane, transfer, self.now)
+
+    def _wait(self, flight: int) -> None:
+        landed = self.links.land(flight)
+        if landed > self.now:
+            self._exposed[self._axes[flight]] += landed - self.now
+            self.now = landed
 
     def finish(self) -> None:
         """End the step: the host has work beside the items, and collectives that nothing waits for land."""
@@ -263,7 +298,7 @@ class Simulation:
             self._compute(self.seconds.host.step)
         else:
             self._issue(self.seconds.host.step)
-        while not self.links.idle:
+        while self.links.under_way:
             self.links.take(self.links.pending(computing=False))
 
     def _issue(self, seconds: float) -> None:
@@ -284,20 +319,22 @@ class Simulation:
 
     def _compute(self, left: float) -> None:
         """Compute what takes `left` seconds alone; it takes longer while something is in flight."""
-        begin, contention = self.now, self.seconds.machine.contention
-        self.links.advance(self.now)
-        while contention > 1.0 and not self.links.idle:
-            pending = self.links.pending(computing=True)
-            change = self.links.now + min([seconds for seconds, _, _, _ in pending])
+        begin, links, contention = self.now, self.links, self._contention
+        links.advance(begin)
+        while links.under_way and contention > 1.0:
+            pending = links.pending(computing=True)
+            change = links.now + pending.first
             done = (change - self.now) / contention
             if done >= left:
-                left *= contention
+                self.now += left * contention
+                links.take(pending, self.now)
                 break
             left -= done
-            self.links.take(pending)
-            self.now = self.links.now
-        self.now += left
-        self.links.advance(self.now, computing=True)
+            links.take(pending)
+            self.now = links.now
+        else:
+            self.now += left
+        links.advance(self.now, computing=True)
         self.compute_seconds += self.now - begin
 
     def totals(self, seconds: float) -> Totals:
@@ -366,17 +403,25 @@ class Task:
     """The dtype of products and messages."""
     captured: bool = False
     """Whether steps are recorded as CUDA graphs and replayed; on the CPU they are not."""
+    documents: LengthSample | None = None
+    """The documents that are packed into rows; None if a row is one document."""
 
-    def host_mode(self, policy: Policy) -> HostMode:
-        """Return how the host gives a step to the device under this policy."""
-        if self.captured and self.machine.device != "cpu":
+    def host_mode(self, policy: Policy, shape: Shape = Shape()) -> HostMode:
+        """Return how the host gives a step to the device under this policy: no step with a context is recorded."""
+        if self.captured and self.machine.device != "cpu" and shape.context == 1:
             return "captured"
         return "compiled" if policy.compile else "eager"
 
-    def seconds_on(self, candidate: Candidate) -> Seconds:
-        """Return the prices of work for a candidate."""
+    def seconds_on(self, candidate: Candidate, routes: Mapping[str, Route] | None = None) -> Seconds:
+        """Return the prices of work for a candidate, whose axes have these links if it is a part of a larger grid."""
         policy = candidate.policy
-        return Seconds(self.machine, candidate.shape, self.host_mode(policy), compiled=policy.compile)
+        mode = self.host_mode(policy, candidate.shape)
+        return Seconds(self.machine, candidate.shape, mode, compiled=policy.compile, routes=routes)
+
+    @property
+    def on_any_machine(self) -> Task:
+        """A task that stands for this one on every machine: the same programs, whatever they cost."""
+        return replace(self, machine=NO_MACHINE, rows=0, captured=False)
 
     @property
     def tokens(self) -> int:
@@ -399,7 +444,7 @@ class Candidate:
     shape: Shape
     policy: Policy
     rows: int
-    """Rows of a (data, z) place in one micro-step."""
+    """Rows of a (data, z) place, or of a context group, in one micro-step."""
     micro_steps: int
 
     def sizes(self, task: Task, *, layers: int | None = None, pipe_rank: int = 0) -> LocalSizes:
@@ -407,9 +452,16 @@ class Candidate:
 
         With `layers` they are those of a model with that many.
         """
-        config = task.config if layers is None else replace(task.config, layers=layers)
-        rank = self.shape.rank({**dict.fromkeys(AXES, 0), PIPE: pipe_rank}) if pipe_rank else 0
-        return LocalSizes(config, self.shape, self.policy, self.rows, task.seq, task.parameters, rank)
+        config, shape = task.config if layers is None else replace(task.config, layers=layers), self.shape
+        rank = shape.rank({**dict.fromkeys(AXES, 0), PIPE: pipe_rank}) if pipe_rank else 0
+        documents = None
+        if task.documents is not None:
+            documents = task.documents.busiest(self.rows, task.seq, shape.row_places)
+            if shape.context > 1:  # the member that has the most attention
+                work = plan_context(self.policy, self.rows, task.seq, shape.context, documents)[0].work
+                rank = shape.context_ranks(rank)[work.index(max(work))]
+        whole = config, shape, self.policy, self.rows, task.seq
+        return LocalSizes(*whole, task.parameters, rank, documents=documents)
 
     @property
     def played_micro_steps(self) -> int:
@@ -421,7 +473,7 @@ class Candidate:
     @property
     def without_stages(self) -> Candidate:
         """The same candidate with stages and schedule left open: what a unit of the model takes is the same."""
-        return replace(self, policy=replace(self.policy, stages=None, schedule="auto"), micro_steps=1)
+        return replace(self, policy=without_stages(self.policy), micro_steps=1)
 
 
 class MemoryByKind(Protocol):
@@ -448,7 +500,8 @@ class Price:
     @cached_property
     def flops(self) -> Flops:
         """FLOPs per token."""
-        return flops_per_token(self.task.config, self.task.seq, self.candidate.policy)
+        seq, documents = self.task.seq, self.task.documents
+        return flops_per_token(self.task.config, documents.reach(seq) if documents else seq, self.candidate.policy)
 
     @property
     def halves(self) -> int:
@@ -489,7 +542,7 @@ class Price:
     def bound_by(self) -> str:
         """The largest part of the step: `compute`, `host`, or the axis with the most exposed communication."""
         parts = {"compute": self.totals.compute, "host": self.totals.host}
-        parts |= {axis: self.totals.exposed.get(axis, 0.0) for axis in AXES}
+        parts |= {axis: self.totals.exposed.get(axis, 0.0) for axis in MESSAGE_AXES}
         return max(parts, key=lambda part: parts[part])
 
 
@@ -500,15 +553,33 @@ def memory_of(task: Task, candidate: Candidate) -> Memory:
     return peak_memory(candidate.sizes(task), micro_steps=candidate.micro_steps)
 
 
+def check_candidate(task: Task, candidate: Candidate) -> None:
+    """Raise if the candidate does not take all rows of the task, or if its grid cannot cut the model."""
+    rows, steps, places = candidate.rows, candidate.micro_steps, candidate.shape.row_places
+    if rows < 1 or steps < 1 or rows * steps * places != task.rows:
+        divided, context = ("data*z/context", " / context") if candidate.shape.context > 1 else ("data*z", "")
+        raise ValueError(
+            f"the candidate has rows={rows}, micro_steps={steps} and {places} places ({divided}) on the grid "
+            f"{candidate.shape}, {rows * steps * places} rows in all, but the batch of the task has {task.rows}; take "
+            f"rows and micro_steps, each at least 1, so that rows * micro_steps * data * z{context} is that number"
+        )
+    task.config.check(candidate.shape, candidate.policy)
+
+
 def price(task: Task, candidate: Candidate, *, quick: bool = False) -> Price:
-    """Simulate a few layers and micro-steps, and extrapolate to all of them."""
+    """Simulate a few layers and micro-steps, and extrapolate to all of them.
+
+    A candidate that does not cut the batch or the model of the task is refused.
+    """
+    check_candidate(task, candidate)
     if candidate.shape.pipe > 1:
         return price_pipe(task, candidate)
     layers, (few, more) = task.config.layers, QUICK_LAYERS if quick else CLOSE_LAYERS
+    played = 1 if quick else SIMULATED_MICRO_STEPS
     if layers <= more:
-        return Price(task, candidate, simulate_layers(task, candidate, layers))
-    begin = simulate_layers(task, candidate, few)
-    further = simulate_layers(task, candidate, more).plus(begin, -1.0)
+        return Price(task, candidate, simulate_layers(task, candidate, layers, played))
+    begin = simulate_layers(task, candidate, few, played)
+    further = simulate_layers(task, candidate, more, played).plus(begin, -1.0)
     totals = begin.plus(further, (layers - few) / (more - few))
     # With more layers, more of the sums over data is hidden: clamp the exposed time at zero.
     exposed = {axis: max(0.0, seconds) for axis, seconds in totals.exposed.items()}
@@ -516,14 +587,29 @@ def price(task: Task, candidate: Candidate, *, quick: bool = False) -> Price:
     return Price(task, candidate, replace(totals, seconds=totals.seconds + missing, exposed=exposed))
 
 
-def simulate_layers(task: Task, candidate: Candidate, layers: int) -> Totals:
-    """Return the totals of a step, with all micro-steps, of a model with this many layers."""
-    played = min(candidate.micro_steps, SIMULATED_MICRO_STEPS)
+def quick_price(task: Task, candidate: Candidate) -> Price:
+    """Price a candidate as candidates are compared; it may be 4% off the price that is shown."""
+    return price(task, candidate, quick=True)
+
+
+def simulate_layers(task: Task, candidate: Candidate, layers: int, played: int = SIMULATED_MICRO_STEPS) -> Totals:
+    """Return the totals of a step, with all micro-steps, of a model with this many layers.
+
+    So many micro-steps are `played`, one or two; each further one takes what the first did. If only one is played, what
+    it takes to add its gradients to those of others is counted by itself.
+    """
+    played = min(candidate.micro_steps, played)
     line = timeline(task, candidate, layers=layers, micro_steps=played)
     totals = line.totals
     if candidate.micro_steps > played:
-        first, second = [totals for phase, totals in line.marks if phase == "forward"][-2:]
-        totals = totals.plus(without_replica_traffic(second.plus(first, -1.0)), candidate.micro_steps - played)
+        begins = [totals for phase, totals in line.marks if phase == ("forward" if played > 1 else "optimizer")]
+        first = [totals for phase, totals in line.marks if phase == "forward"][-played]
+        further = without_replica_traffic(begins[-1].plus(first, -1.0))
+        if played == 1:
+            nbytes = candidate.sizes(task, layers=layers).parameter_nbytes
+            adding = task.seconds_on(candidate).kernel(ADDED * nbytes)
+            further = further.plus(Totals(adding, adding, {}, {}))
+        totals = totals.plus(further, candidate.micro_steps - played)
     return totals
 
 
@@ -544,11 +630,11 @@ def timeline(
     """Simulate a step; None: with all layers, with all micro-steps."""
     # the rank order changes where rank 0's groups lie, but not what rank 0 does: orders share one cached program
     any_order = replace(candidate, shape=candidate.shape.reordered(AXES), micro_steps=1)
-    program = _program(task, any_order, layers, micro_steps or candidate.micro_steps)
+    program = _program(task.on_any_machine, any_order, layers, micro_steps or candidate.micro_steps)
     return simulate(program.work, task.seconds_on(candidate), task.dtype, phases=program.phases, trace=trace)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=256)
 def _program(task: Task, candidate: Candidate, layers: int | None, micro_steps: int) -> Program:
     return step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps)
 
@@ -589,12 +675,24 @@ STAGE_PASSES = 2
 """Micro-batches that go through a simulated stage: the second has one before it, and counts."""
 
 
-@lru_cache(maxsize=512)
 def unit_totals(task: Task, candidate: Candidate, recompute: Recompute, *, split: bool) -> UnitTotals:
     """Simulate small stages of a candidate `without_stages`, and return what each unit takes.
 
-    With `split` backward is B and W, else BW.
+    With `split` backward is B and W, else BW. Inside a stage nothing is sent along data and pipe, so grids that differ
+    in these alone share their units if the other axes have the same links.
     """
+    prices, shape = task.seconds_on(candidate), candidate.shape
+    outside = (PIPE,) if shape.context > 1 else (PIPE, REPLICA)  # a context group may go along data
+    sizes = [shape.sizes[axis] if axis not in outside else 1 for axis in AXES]
+    links = tuple((axis, prices.link(axis)) for axis in shape.message_axes if axis not in outside)
+    alone = replace(candidate, shape=Shape(*sizes, context=shape.context))
+    return _unit_totals(task, alone, links, recompute, split)
+
+
+@lru_cache(maxsize=512)
+def _unit_totals(
+    task: Task, candidate: Candidate, links: tuple[tuple[str, Route], ...], recompute: Recompute, split: bool
+) -> UnitTotals:
     few, more = STAGE_LAYERS
     parts = {
         "few": ModelPart(range(few), embedding=False, head=False),
@@ -602,7 +700,8 @@ def unit_totals(task: Task, candidate: Candidate, recompute: Recompute, *, split
         "embedding": ModelPart(range(few), embedding=True, head=False),
         "head": ModelPart(range(few), embedding=False, head=True),
     }
-    found = {name: _simulate_stage(task, candidate, part, recompute, split) for name, part in parts.items()}
+    prices = task.seconds_on(candidate, dict(links))
+    found = {name: _simulate_stage(task, candidate, prices, part, recompute, split) for name, part in parts.items()}
     kinds = found["few"].keys()
     layer = {kind: NOTHING.plus(found["more"][kind].plus(found["few"][kind], -1.0), 1 / (more - few)) for kind in kinds}
     return UnitTotals(
@@ -615,13 +714,18 @@ def unit_totals(task: Task, candidate: Candidate, recompute: Recompute, *, split
     )
 
 
+@lru_cache(maxsize=256)
+def _stage_program(task: Task, candidate: Candidate, part: ModelPart, recompute: Recompute, split: bool) -> Program:
+    sizes = candidate.sizes(task, layers=max(STAGE_LAYERS))
+    return stage_program(sizes, part, recompute, split=split, passes=STAGE_PASSES)
+
+
 def _simulate_stage(
-    task: Task, candidate: Candidate, part: ModelPart, recompute: Recompute, split: bool
+    task: Task, candidate: Candidate, prices: Seconds, part: ModelPart, recompute: Recompute, split: bool
 ) -> dict[str, Totals]:
     """Return what each kind of action takes in one stage by itself."""
-    sizes = candidate.sizes(task, layers=max(STAGE_LAYERS))
-    program = stage_program(sizes, part, recompute, split=split, passes=STAGE_PASSES)
-    line = simulate(program.work, task.seconds_on(candidate), task.dtype, phases=program.phases)
+    program = _stage_program(task.on_any_machine, candidate, part, recompute, split)
+    line = simulate(program.work, prices, task.dtype, phases=program.phases)
     ends = [totals for _, totals in line.marks[1:]]
     return {
         action.kind: end.plus(begin, -1.0)
@@ -680,26 +784,61 @@ def price_pipe(task: Task, candidate: Candidate) -> PipePrice:
     stages, schedule = sizes.stages, sizes.schedule(candidate.played_micro_steps)
     times = candidate.micro_steps / schedule.micro_steps
     costs = StageCosts(task, candidate, stages, split=not any(action.kind == "BW" for action in schedule.orders[0]))
-    played = play(schedule, costs.seconds(), costs.hop)
+    played = costs.play(schedule)
     late = costs.late_parameters(played) + costs.late_sums(played)
     rank = max(range(stages.pipe), key=lambda each: played.work[each])
     work = NOTHING
-    for kind, stage, _ in schedule.orders[rank]:
-        work = work.plus(costs.stage(kind, stage), times)
+    for (kind, stage), many in Counter(action[:2] for action in schedule.orders[rank]).items():
+        work = work.plus(costs.stage(kind, stage), many * times)
     ending = costs.optimizer()
-    waits = played.makespan - played.work[rank]
+    waits, slowed = played.makespan - played.work[rank], max(0.0, times * played.work[rank] - work.seconds)
     exposed = {axis: max(0.0, seconds) for axis, seconds in work.exposed.items()}
     sent = sum(len(line) for line in schedule.messages[rank].sends.values())
-    copies, steady = costs.copies(), (times - 1) * played.work[rank]
+    copies, steady = costs.copies(), (times - 1) * played.work[rank] - costs.not_added(rank)
     totals = Totals(
         played.makespan + steady + late + copies + ending.seconds,
-        work.compute + ending.compute,
+        work.compute + slowed - costs.not_added(rank) + ending.compute,
         {**work.link, PIPE: times * sent * costs.hop + copies, REPLICA: costs.over_replicas_of(rank)},
         {**exposed, PIPE: waits + copies, REPLICA: exposed.get(REPLICA, 0.0) + late},
         work.host + ending.host,
     )
     name = candidate.policy.schedule
     return PipePrice(task, candidate, totals, played, name if isinstance(name, str) else "found")
+
+
+MOST_MESSAGES = 4
+"""Messages of a micro-batch that a rank sends and receives in a stage."""
+NOT_FELT = 0.01
+"""The share of a stage's seconds below which it does not matter that messages slow it down."""
+
+
+def beside_messages(played: Played, hop: float) -> dict[tuple[str, int], float]:
+    """Return for how long each kind of action of each stage runs beside messages of its rank, on average."""
+    placement, last = played.schedule.placement, played.schedule.stages - 1
+    messages: list[list[float]] = [[] for _ in played.spans]  # when they leave; each is sent and received for `hop`
+    for rank, spans in enumerate(played.spans):
+        for (kind, stage, _), _, end in spans:
+            after = stage + 1 if kind == "F" else stage - 1
+            if kind != "W" and 0 <= after <= last and placement[after] != rank:
+                messages[rank].append(end)
+                messages[placement[after]].append(end)
+    total: defaultdict[tuple[str, int], float] = defaultdict(float)
+    count: Counter[tuple[str, int]] = Counter()
+    for leave, spans in zip(messages, played.spans, strict=True):
+        leave.sort()
+        first = 0
+        for (kind, stage, _), start, end in spans:
+            while first < len(leave) and leave[first] + hop <= start:
+                first += 1
+            busy_until = start
+            for left in leave[first:]:
+                if left >= end:
+                    break
+                # what is in flight together counts once
+                total[kind, stage] += max(0.0, min(end, left + hop) - max(busy_until, left))
+                busy_until = max(busy_until, left + hop)
+            count[kind, stage] += 1
+    return {which: seconds / count[which] for which, seconds in total.items()}
 
 
 class StageCosts:
@@ -715,17 +854,36 @@ class StageCosts:
         }
         self.prices, self.sizes = task.seconds_on(candidate), candidate.sizes(task)
         self.stream_nbytes = sum(half.rest_nbytes for half in self.sizes.halves)
+        self._by_units: dict[tuple[str, Recompute, int, bool, bool], Totals] = {}
 
     def stage(self, kind: str, stage: int) -> Totals:
         """Return what an action takes."""
-        recompute = recompute_of(self.stages, stage, self.candidate.policy)
-        return self.units[recompute].stage(kind, part_of(self.stages, stage))
+        recompute, part = recompute_of(self.stages, stage, self.candidate.policy), part_of(self.stages, stage)
+        units = kind, recompute, len(part.layers), part.embedding, part.head
+        if units not in self._by_units:
+            self._by_units[units] = self.units[recompute].stage(kind, part)
+        return self._by_units[units]
 
     def seconds(self) -> dict[str, list[float]]:
         """Return the seconds of F, B and W of every stage; all of BW counts as B."""
         every = range(len(self.stages.placement))
         found = {kind: [max(0.0, self.stage(kind, stage).seconds) for stage in every] for kind in self.kinds}
         return {"W": [0.0] * len(every), **{"B" if kind == "BW" else kind: times for kind, times in found.items()}}
+
+    def play(self, schedule: Schedule) -> Played:
+        """Play a schedule, with computation that is slower while a message of its rank is in flight."""
+        seconds = self.seconds()
+        played = play(schedule, seconds, self.hop)
+        lost = 1 - 1 / self.prices.machine.contention
+        stages = (sum(times[stage] for times in seconds.values()) for stage in range(len(self.stages.placement)))
+        shortest = min(total for total in stages if total)
+        if MOST_MESSAGES * lost * self.hop < NOT_FELT * shortest:
+            return played
+        beside = beside_messages(played, self.hop)
+        slower = {kind: list(times) for kind, times in seconds.items()}
+        for (kind, stage), overlap in beside.items():
+            slower["B" if kind == "BW" else kind][stage] += lost * overlap
+        return play(schedule, slower, self.hop)
 
     @cached_property
     def hop(self) -> float:
@@ -781,6 +939,10 @@ class StageCosts:
             return 0.0
         parts = shape.sizes[REPLICA] if self.candidate.policy.shard_optimizer else 1
         return self.prices.collective(Collective("send", PIPE, self._table_nbytes // parts, shape.pipe, ""))
+
+    def not_added(self, rank: int) -> float:
+        """Return the seconds that the first micro-batch of a rank saves: its gradients are added to nothing."""
+        return self.prices.kernel(ADDED * self._parameter_nbytes(self.stages.of_rank(rank)))
 
     def late_parameters(self, played: Played) -> float:
         """Return for how long the step waits for parameters that a sharded optimizer gathers when it begins.

@@ -16,16 +16,16 @@ kernels there, and the copy of a tensor that is sent counts while it is sent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from fourfold.axes import PIPE, REPLICA
-from fourfold.engine import Awaited, Engine
+from fourfold.engine import BACKWARD, Awaited, Engine
 from fourfold.gradients import Bucket
 from fourfold.layout import GATHERED
 from fourfold.ledger import Collective, Op, joint_label
@@ -39,12 +39,9 @@ class PlannedGather:
 
     host: Rehearsal
     weights: WeightGroup
-    kind: str
+    key: tuple[str, str, tuple[str, ...]]
+    """Kind, label and names: the same key means the same weights for the same use."""
     nbytes: int
-
-    @property
-    def key(self) -> Hashable:
-        return self.kind, self.weights.label, self.weights.names
 
     def launch(self, *behind: PlannedGather) -> Sequence[Awaited[None]]:
         together = [self, *behind]
@@ -54,7 +51,7 @@ class PlannedGather:
         return 0
 
     def buffers(self, _: None) -> Sequence[Tensor]:
-        return self.host.release(self.weights, kept=self.kind == PRODUCT)
+        return self.host.release(self.weights, kept=self.key[0] == PRODUCT)
 
 
 @dataclass(slots=True, eq=False)
@@ -183,12 +180,16 @@ def lane_of(record: Collective, two_lanes: Sequence[str]) -> str:
     return f"{record.axis} {'gather' if record.op == 'all_gather' else 'reduce'}"
 
 
+ADDED = 3
+"""How many times its bytes a gradient moves that is added to another: both are read, and the sum is written."""
+
+
 # --- the rehearsal
 
 T = TypeVar("T")
 PRODUCT = "product"
 """The kind of a gather for a product, which may keep the gathered weights."""
-Records = Callable[[], Iterable[Collective]]
+Records = Callable[[], Sequence[Collective]]
 
 
 class PlannedWait:
@@ -200,8 +201,15 @@ class PlannedWait:
         self._work, self._flights = work, flights
 
     def wait(self) -> None:
-        self._work += map(WaitOp, self._flights)
-        self._flights = []
+        if self._flights:
+            self._work += map(_wait_op, self._flights)
+            self._flights = []
+
+
+_wait_op = lru_cache(maxsize=1 << 14)(WaitOp)  # the same in every program
+
+
+NOTHING_SENT = PlannedWait([], [])
 
 
 class WeightGroup(NamedTuple):
@@ -211,6 +219,18 @@ class WeightGroup(NamedTuple):
     names: tuple[str, ...]
     again: bool = False
     """Whether this is the second gather, for backward, which is left out if the weights were kept."""
+
+
+class WeightOrder(NamedTuple):
+    """The order in which a forward pass and its backward pass use weights, each with the kind of its use.
+
+    Weights that a structure keeps are listed a second time all the same.
+    """
+
+    forward: Sequence[tuple[WeightGroup, str]]
+    backward: Sequence[tuple[WeightGroup, str]]
+    reduced: Sequence[tuple[str, ...]]
+    """The groups of parameters whose gradients backward reduces over z, in any order."""
 
 
 class BackwardBytes(NamedTuple):
@@ -229,7 +249,7 @@ class BackwardBytes(NamedTuple):
     dout_kind: MemoryKind = "workspace"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Node:
     """The backward of one operation of forward. If it `reads` tensors that forward kept, a recomputed forward must have
     run before it."""
@@ -241,8 +261,13 @@ class _Node:
 class Rehearsal:
     """One rank's host in a training step."""
 
-    def __init__(self, sizes: LocalSizes, *, memory: bool = False) -> None:
+    def __init__(self, sizes: LocalSizes, *, memory: bool = False, silent: bool = False) -> None:
+        """A rehearsal of memory, and one that is silent from the beginning, take names in place of sizes."""
         self.sizes, self.policy, self.memory, self.structure = sizes, sizes.policy, memory, sizes.structure
+        self.silent = silent
+        """Whether nothing is written down: the engine only records in which order weights are used."""
+        self._names = memory or silent
+        """Whether `sizes` has names in place of numbers."""
         self.work: list[Work] = []
         self.phases: list[tuple[int, str]] = []
         self.moments: list[tuple[int, str]] = []
@@ -252,19 +277,19 @@ class Rehearsal:
             flights=self.structure.over_x or self.structure.over_y,
             in_backward=lambda: self._backward,
         )
-        self._two_lanes = () if memory else sizes.shape.two_lanes
+        self._two_lanes = () if self._names else sizes.shape.two_lanes
         self._gatherings: dict[Hashable, PlannedGather] = {}
+        self.reduced: set[tuple[str, ...]] = set()
+        """The groups of parameters whose gradients were reduced over z."""
         self.cast: set[str] = set()
         """The parameters whose casts this pass has made and keeps."""
-        self.silent = False
-        """Whether nothing is written down: the engine only records in which order weights are used."""
         self._forgetting = False
         """Whether a forward pass runs that keeps nothing, because it will be run again."""
         self._tape: list[_Node] = []
         self._backward = False
         self._flights = 0
-        # a rehearsal of memory has names in place of sizes, and buckets are filled by size
-        self.gradients = None if memory else GradientMessages(self)
+        # buckets are filled by size
+        self.gradients = None if self._names else GradientMessages(self)
 
     # --- the host's work
 
@@ -286,8 +311,10 @@ class Rehearsal:
             self.work.append(work)
 
     def launch(self, records: Records) -> PlannedWait:
+        if self.silent or not (found := records()):
+            return NOTHING_SENT
         flights: list[int] = []
-        for record in () if self.silent else records():
+        for record in found:
             self.work.append(LaunchOp(self._flights, record, lane_of(record, self._two_lanes)))
             flights.append(self._flights)
             self._flights += 1
@@ -296,7 +323,7 @@ class Rehearsal:
     def communicate(self, records: Records) -> None:
         """Launch the collectives one after another and wait for each at once."""
         for record in () if self.silent else records():
-            self.launch(lambda record=record: [record]).wait()
+            self.launch(lambda record=record: (record,)).wait()
 
     # --- memory
 
@@ -419,14 +446,35 @@ class Rehearsal:
 
     def using(self, weights: WeightGroup, kind: str, turns: int, *, keep: bool = False) -> AbstractContextManager[None]:
         """Have weights in compute layout and dtype, for one of `turns` halves."""
-        gathering = self._gatherings.get((kind, weights.label, weights.names))
+        return self.engine.prefetcher.using(self._gathering(weights, kind), uses=turns, keep=keep)
+
+    def _gathering(self, weights: WeightGroup, kind: str) -> PlannedGather:
+        key = kind, weights.label, weights.names
+        gathering = self._gatherings.get(key)
         if gathering is None:
             travels, item = self.structure.gathers_weights, self.structure.compute_itemsize
-            # a rehearsal of memory gathers nothing ahead, so the engine compares no bytes: any number but 0 will do
-            nbytes = 1 if self.memory else self.sizes.most_elements(weights.names) * item
-            gathering = PlannedGather(self, weights, kind, nbytes if travels else 0)
-            self._gatherings[gathering.key] = gathering
-        return self.engine.prefetcher.using(gathering, uses=turns, keep=keep)
+            # with names nothing is gathered ahead, so the engine compares no bytes: any number but 0 will do
+            nbytes = 1 if self._names else self.sizes.most_elements(weights.names) * item
+            gathering = self._gatherings[key] = PlannedGather(self, weights, key, nbytes if travels else 0)
+        return gathering
+
+    def order_of_weights(self, kind: Hashable) -> WeightOrder:
+        """Return the order in which forward passes of a kind, and the backward passes after them, have used weights."""
+        used, in_backward = (
+            [(gathering.weights, gathering.key[0]) for gathering in map(self._gatherings.__getitem__, keys)]
+            for keys in map(self.engine.prefetcher.order, (kind, BACKWARD))
+        )
+        return WeightOrder(used, in_backward, tuple(self.reduced))
+
+    def expect_weights(self, kind: Hashable, order: WeightOrder) -> None:
+        """Let the engine begin as after a first step, in which it has recorded the order of the weights."""
+        kept, item = self.structure.keeps_weights, self.structure.reduce_itemsize
+        used, in_backward = (
+            [self._gathering(weights, use) for weights, use in uses if not (kept and weights.again)]
+            for uses in (order.forward, order.backward)
+        )
+        self.engine.prefetcher.expect(kind, used, in_backward)
+        self.engine.deferred.expect(self.sizes.most_elements(names) * item for names in order.reduced)
 
     def gather(self, together: Sequence[WeightGroup]) -> PlannedWait:
         """Launch the gather of these weights in one message."""
@@ -488,7 +536,8 @@ class Rehearsal:
         if not self.structure.gathers_weights:
             self.deposit(weights, made)
             return
-        in_flight = 0 if self.memory else sizes.most_elements(weights.names) * self.structure.reduce_itemsize
+        self.reduced.add(weights.names)
+        in_flight = 0 if self._names else sizes.most_elements(weights.names) * self.structure.reduce_itemsize
         self.engine.deferred.defer(PlannedReduction(self, weights, in_flight, made))
 
     def add_shard_gradients(self, key: str, weights: WeightGroup, turns: int) -> None:
@@ -515,11 +564,14 @@ class Rehearsal:
         )
 
     def deposit(self, weights: WeightGroup, made: int) -> None:
-        """Take complete gradients."""
+        """Take complete gradients, which are added to those of the passes before."""
         if self.memory:
             self.free(made, "weights")
             self.allocate(self.sizes.shard_elements(weights.names) * self.sizes.dtype.itemsize, "gradients")
         if self.gradients is not None:
+            if self.gradients.accumulates:
+                added = self.sizes.shard_elements(weights.names) * self.sizes.dtype.itemsize
+                self.compute(ElementwiseOp(f"add {weights.label}", ADDED * added))
             self.gradients.deposit(weights.names)
 
     def product(
@@ -626,16 +678,28 @@ class GradientMessages:
         self.buckets = host.sizes.buckets()
         self._expected: Counter[str] = Counter()
         self._to_begin = self._to_finish = 0  # forward and backward passes that are left of the step
+        self._last = 1  # those that are left during the last backward pass
         self._sums: list[tuple[Bucket, Iterator[str], PlannedWait]] = []
         self._todo: list[Bucket] = []
         self._arriving: dict[str, PlannedWait] = {}
+        self._padded: dict[tuple[str, ...], int] = {}  # the bytes of each bucket's message over replicas
         self.sums_wait = False
         """Whether sums wait until another message has left."""
 
     def begin(self, passes: int, *, until_end_step: bool) -> None:
         """Begin a step of so many passes, which ends with the last of them or with `end_step`."""
         self._to_begin, self._to_finish = passes, passes + until_end_step
+        self._last = 1 + until_end_step
         self._todo = self.buckets[::-1]  # a stack: all ranks launch buckets in this one order
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of this pass and of another one are added up.
+
+        Of n passes n - 1 are. The runtime adds in all but the first, a program in all but the last, so that the first
+        stands for every further one.
+        """
+        return self._to_finish > self._last
 
     def begin_forward(self) -> None:
         self._to_begin = max(0, self._to_begin - 1)
@@ -676,11 +740,13 @@ class GradientMessages:
 
     def _over_replicas(self, op: Op, bucket: Bucket, label: str) -> list[Collective]:
         """Return one message in which the rows of each parameter are padded until the replicas divide them."""
-        replicas, elements = self.sizes.shape.sizes[REPLICA], 0
-        for name in bucket.names:
-            parameter = self.sizes.parameter(name)
-            elements += part(parameter.rows, replicas, 0) * replicas * parameter.row
-        return self.sizes.message(op, REPLICA, elements * self.sizes.dtype.itemsize, label)
+        if bucket.names not in self._padded:
+            replicas, elements = self.sizes.shape.sizes[REPLICA], 0
+            for name in bucket.names:
+                parameter = self.sizes.parameter(name)
+                elements += part(parameter.rows, replicas, 0) * replicas * parameter.row
+            self._padded[bucket.names] = elements * self.sizes.dtype.itemsize
+        return self.sizes.message(op, REPLICA, self._padded[bucket.names], label)
 
     def end_pass(self) -> None:
         """End a backward pass; the last one of a step completes the gradients of all."""

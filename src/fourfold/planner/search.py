@@ -1,4 +1,4 @@
-"""The search: find the fastest grids, rank orders, pipelines and policies to train a model on a number of devices.
+"""The search: rank grids, rank orders, pipelines and policies to train a model on a number of devices.
 
 Every factorisation of the number of devices is considered, not only powers of two. A grid that does not fit the model,
 the batch or the memory is refused with the reason. All candidates are estimated (estimate.py). The first few of each
@@ -13,23 +13,26 @@ simulated get stages and a schedule (pipe.py); a schedule of its own is searched
 from __future__ import annotations
 
 import gc
+import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import permutations
 from math import ceil, inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
 
 from fourfold.axes import CUTS, PIPE, REPLICA
+from fourfold.errors import NoPlanError
 from fourfold.planner.estimate import FRUGAL, LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import Machine, Route, Seconds
-from fourfold.planner.memory import Memory, MemoryReading
-from fourfold.planner.pipe import MOST_PIPE, best_pipeline, rough_pipeline, too_large
+from fourfold.planner.memory import Memory, MemoryReading, least_nbytes, without_stages
+from fourfold.planner.pipe import MOST_PIPE, best_pipeline, rough_pipeline, rough_stages, too_large
 from fourfold.planner.price import (
     Candidate,
     Price,
@@ -39,7 +42,10 @@ from fourfold.planner.price import (
     memory_of,
     price,
     price_dry_run,
+    quick_price,
 )
+from fourfold.planner.robust import LESS_MEMORY, Risk, RobustChoice, choose
+from fourfold.planner.sizes import LocalSizes
 from fourfold.policy import Activations, Policy
 from fourfold.shape import Shape, shapes_of
 
@@ -47,14 +53,16 @@ if TYPE_CHECKING:
     from fourfold.models.open import ModelBuilder
 
 GIB = 2**30
-SIMULATED_GRIDS = 10
-"""The least number of grids that are simulated."""
-SIMULATED_SHARE = 32
-"""At least one in this many grids is simulated, so that large searches look beyond the first estimates."""
-SIMULATIONS = 120
-"""The number of candidates that a small search simulates: a simulation takes about 10 ms."""
-ESTIMATES_PER_SIMULATION = 1000
-"""A search simulates one candidate less for this many estimated ones, which take about as long as one simulation."""
+SIMULATIONS = 100
+"""The number of candidates that a search simulates, if there are so many: one takes about 10 to 30 ms."""
+FIRST_SHARE = 0.6
+"""The share of them that are spent on candidates of different grids; the rest is for other rank orders, whose programs
+are known."""
+HOPELESS = 1.1
+"""A candidate whose estimate is this factor above the best simulated seconds is not simulated: of 224 textbook grids on
+four tasks no estimate was more than 6% above what was simulated then."""
+TEXTBOOK_X = (1, 2, 4, 8)
+"""Sizes of x in the grids that people take without a planner; see `_is_textbook`."""
 SHOWN = 8
 """The number of grids that are priced closely, unless more are to be shown."""
 CLOSER_LOOK = 3
@@ -63,18 +71,34 @@ PER_GRID = 3
 """The number of candidates of such a grid that are simulated."""
 PRICED_PIPELINES = 12
 """The most grids with a pipe axis that are simulated, one candidate each: that takes five times as long as another."""
+PRICED_CONTEXTS = 12
+"""The most candidates of grids with a context size that are simulated where others fit: their estimates are low, and
+others would be left out for them."""
 SEARCHED_PIPELINES = 5
 """The number of the best of them for which other numbers of chunks are priced, and a schedule is searched."""
 MANY_DEVICES, WIDE_NODES = 512, 4
 """From this many devices on, grids whose x and y, or z, span more than so many nodes are not combined with pipe: stages
 are there to keep these axes short. Pipelines then have sharded activations only, which nearly always win."""
+MOST_TRIED = 24
+"""Candidates of a grid that are tried for one that leaves memory free."""
+NEAR = 0.02
+"""Grids whose seconds are within this share of the best may be the best with other settings."""
+WORTH_TUNING = 0.005
+"""The share of a step that a plan must gain to differ from what `fourfold train` does by itself."""
+LONG_SEQUENCE = 8192
+"""Sequences of at least so many tokens may be cut over places where one of them is too much for a device."""
+LEAST_TOKENS = 256
+"""The fewest tokens of a sequence that a place of a context group has."""
+MOST_CONTEXTS = 3
+"""Context sizes that are tried on one grid, the smallest that are possible: larger ones send more."""
+KEEPS_ALL = Lever("none", keep_gathered=False, keep_weights=False)
 LOSS_CHUNK = 2048
 """Tokens per chunk of the logits, if the logits of all tokens do not fit."""
 MOST_TOKENS = 1 << 16
 """The most tokens of a place in one micro-step, unless it takes all of them: more gain little speed and need memory."""
 LONGEST = 60.0
 """Seconds after which `search_built` tries no further grid: a person waits for the answer."""
-CHOSEN_FIELDS = ("activations", *Lever._fields, "keep_casts", "loss_chunk", "shard_optimizer")
+CHOSEN_FIELDS = ("activations", *Lever._fields, "keep_casts", "loss_chunk", "shard_optimizer", "context_way")
 """The fields of a policy that the search chooses."""
 
 
@@ -109,12 +133,13 @@ class Estimated(NamedTuple):
 
 @dataclass(slots=True)
 class GridPlan:
-    """The result of a search: grids for a task, the fastest first."""
+    """The result of a search: grids for a task, the choice first, then the others, the fastest first."""
 
     task: Task
     devices: int
     ranked: Sequence[Price] = field(default_factory=list)
-    """The best simulated candidate of each grid."""
+    """The best simulated candidate of each grid. The first is the choice, which need not be the fastest if it is
+    robust; the others are in the order of their seconds."""
     waiting: list[GridCandidates] = field(default_factory=list)
     """Grids that were not priced closely, because others seemed faster."""
     refused: list[Refused] = field(default_factory=list)
@@ -122,6 +147,8 @@ class GridPlan:
     simulated: int = 0
     seconds: float = 0.0
     """Seconds that the search took."""
+    robust: RobustChoice | None = None
+    """How the first grid was chosen, if not only by its seconds."""
 
     @property
     def best(self) -> Price:
@@ -137,14 +164,32 @@ class GridPlan:
         return sorted(found, key=lambda each: each.seconds)
 
 
-def search(task: Task, devices: int, *, space: Space = Space(), top: int = SHOWN) -> GridPlan:
-    """Rank the grids of this many devices, at least `top` of them by simulation."""
+def search(
+    task: Task,
+    devices: int,
+    *,
+    space: Space = Space(),
+    top: int = SHOWN,
+    risk: Risk = "fastest",
+    simulations: int | None = None,
+) -> GridPlan:
+    """Rank the grids of this many devices, at least `top` of them by simulation.
+
+    About so many `simulations` are made, `SIMULATIONS` by default. With the risk `robust` the first one is the choice
+    that regrets least if the machine is not as its file says.
+    """
+    if risk not in get_args(Risk):
+        raise ValueError(f"risk={risk!r}: it is one of {', '.join(get_args(Risk))}")
+    if task.rows < 1 or task.seq < 1:
+        raise ValueError(f"a batch of {task.rows} rows of {task.seq} tokens: both must be at least 1")
+    if other := [shape for shape in space.shapes or () if shape.world != devices]:
+        raise ValueError(f"the grid {other[0]} has {other[0].world} ranks, but the search is for {devices} devices")
     began = time.perf_counter()
     with _not_collecting():
-        found = _Search(task, devices, space, top).run()
+        found = _Search(task, devices, space, top, risk, simulations).run()
     found.seconds = time.perf_counter() - began
     if not found.ranked:
-        raise ValueError(why_nothing_fits(found))
+        raise why_no_grid(found)
     return found
 
 
@@ -252,6 +297,15 @@ class GridCandidates:
             self._left.pop()
 
 
+@lru_cache(maxsize=4)
+def _useful_levers(gathers: bool, enters: bool) -> tuple[bool, ...]:
+    """Return for each lever whether it changes anything where weights are gathered, and inputs of products are.
+
+    Without gathers over z, weights in use are the parameters themselves or casts that are kept anyway.
+    """
+    return tuple((gathers or not lever.keep_weights) and (enters or not lever.keep_gathered) for lever in LEVERS)
+
+
 def _needs_no_less(candidate: Candidate, lever: Lever, other: Candidate, others: Lever) -> bool:
     """Return whether a candidate needs at least the memory of another one on the same grid."""
     return (
@@ -264,10 +318,19 @@ def _needs_no_less(candidate: Candidate, lever: Lever, other: Candidate, others:
 def _links(machine: Machine, shape: Shape) -> tuple[Route, ...]:
     """Return the links of all axes in use; rank orders with the same links cost the same."""
     prices = Seconds(machine, shape)
-    return tuple(prices.link(axis) for axis in shape.used_axes)
+    return tuple(prices.link(axis) for axis in shape.message_axes)
 
 
 # --- all grids
+
+
+def ways_of(task: Task, candidate: Candidate) -> list[str]:
+    """Return the ways in which K and V may travel on a grid with a context size, except the one that `auto` takes."""
+    sizes, context = candidate.sizes(task), candidate.shape.context
+    heads = sizes.local_kv // task.config.head_dim
+    near = [size for size in range(2, context + 1) if context % size == 0 and heads % size == 0]
+    swaps = [f"ulysses:{size}+{over}" for size in near if size < context for over in ("gather", "ring")]
+    return ["ring", *swaps, *(f"ulysses:{size}" for size in near if size == context)]
 
 
 def orders_of(*, pipelines: bool) -> tuple[tuple[str, ...], ...]:
@@ -278,64 +341,126 @@ def orders_of(*, pipelines: bool) -> tuple[tuple[str, ...], ...]:
 
 
 class _Search:
-    def __init__(self, task: Task, devices: int, space: Space, top: int) -> None:
-        self.task, self.space, self.top = task, space, top
+    def __init__(
+        self,
+        task: Task,
+        devices: int,
+        space: Space,
+        top: int,
+        risk: Risk = "fastest",
+        simulations: int | None = None,
+    ) -> None:
+        self.task, self.space, self.top, self.risk = task, space, top, risk
+        self.simulations = SIMULATIONS if simulations is None else simulations
         self.plan = GridPlan(task, devices)
         self.limit = task.usable_bytes
 
     def run(self) -> GridPlan:
-        candidates = list(self._candidates())
-        if not candidates:
-            return self.plan
-        grids: list[GridCandidates] = []
-        for pipelines in (False, True):
-            grids += self._estimate([one for one in candidates if (one.shape.pipe > 1) is pipelines], pipelines)
-        # a large search spends its time on estimates, a small one on simulations
-        effort = SIMULATIONS - self.plan.candidates // ESTIMATES_PER_SIMULATION
-        found = self._fitting(grids, max(self.top, SIMULATED_GRIDS, len(grids) // SIMULATED_SHARE, effort // PER_GRID))
-        self._rank(found, effort - len(found))
+        candidates = list(self._candidates(self.space.shapes or self._shapes()))
+        needy = [] if self.space.shapes else self._with_context(candidates)
+        grids = self._grids(candidates)
+        grids += self._grids(list(self._candidates(needy)))
+        if grids:
+            self._rank(self._simulate(grids))
         return self.plan
+
+    def _shapes(self) -> Iterator[Shape]:
+        return shapes_of(self.plan.devices, axes=self.space.axes)
+
+    def _with_context(self, candidates: Sequence[Candidate]) -> list[Shape]:
+        """Return grids with a context size where that may help: where places have less than a row, or where one row is
+        too much for a device, or too much unless it is recomputed; and everywhere if rows have packed documents.
+
+        Elsewhere K and V would travel for nothing, for places that share rows can as well have some each.
+        """
+        task = self.task
+        if task.config.dropout_of_attention > 0:
+            return []
+        shapes = {one.shape: None for one in self.plan.refused if task.rows % one.shape.places}
+        if task.documents is not None:  # places that share their rows balance their documents
+            shapes |= {one.shape: None for one in candidates}
+        if task.seq >= LONG_SEQUENCE:
+            single = [one for one in candidates if one.rows == 1]
+            least = self._least_nbytes(single, [one.sizes(task) for one in single], [KEEPS_ALL])[:, 0].tolist()
+            shapes |= {one.shape: None for one, nbytes in zip(single, least, strict=True) if nbytes > self.limit}
+        found = []
+        for shape in shapes:
+            sizes = [size for size in range(2, shape.places + 1) if shape.places % size == 0]
+            possible = [size for size in sizes if task.rows * size % shape.places == 0]
+            enough = [size for size in possible if task.seq // size >= LEAST_TOKENS]
+            found += [shape.with_context(size) for size in enough[:MOST_CONTEXTS]]
+        return found
+
+    def _grids(self, candidates: Sequence[Candidate]) -> list[GridCandidates]:
+        return [
+            grid
+            for pipelines in (False, True)
+            for grid in self._estimate([one for one in candidates if (one.shape.pipe > 1) is pipelines], pipelines)
+        ]
 
     def _estimate(self, candidates: Sequence[Candidate], pipelines: bool) -> Iterator[GridCandidates]:
         """Estimate all candidates, and yield their grids."""
         if not candidates:
             return
         orders = self.space.orders or orders_of(pipelines=pipelines)
-        estimates = Estimates(self.task, Cells(self.task, candidates), orders)
-        levers = torch.tensor([[self._allowed(one, lever) for lever in LEVERS] for one in candidates])
+        self.plan.candidates += sum(sum(self._levers(one)) for one in candidates) * len(orders)
+        candidates, sizes = self._rule_out_too_large(candidates)
+        if not candidates:
+            return
+        estimates = Estimates(self.task, Cells(self.task, candidates, sizes), orders)
+        levers = torch.tensor([self._levers(one) for one in candidates])
+        levers &= self._least_nbytes(candidates, sizes, LEVERS) <= self.limit
         seconds = estimates.seconds.masked_fill(~levers[:, :, None], torch.inf)
-        self.plan.candidates += int(seconds.isfinite().sum())
         by_grid: dict[tuple[int, ...], list[int]] = {}
         for index, candidate in enumerate(candidates):
-            by_grid.setdefault(tuple(candidate.shape.sizes.values()), []).append(index)
+            by_grid.setdefault(tuple(candidate.shape.named.values()), []).append(index)
         for indices in by_grid.values():
             yield GridCandidates([candidates[index] for index in indices], seconds[indices], orders, self._fit)
 
-    def _fitting(self, grids: list[GridCandidates], many: int) -> list[GridCandidates]:
-        """Return this many grids with a candidate that fits, in the order of its estimate; refuse those without one."""
+    def _simulate(self, grids: Sequence[GridCandidates]) -> list[tuple[GridCandidates, list[Price]]]:
+        """Simulate candidates that fit, and return those of each grid; refuse grids without one.
+
+        Textbook grids come first, then all others, the fastest by their estimates first. An estimate is hardly ever
+        above the simulated seconds, so a grid whose estimate is well above the best simulated ones need not be tried.
+        """
+        shown = max(self.top, SHOWN)
         waiting = [
-            (grid.estimate, place)
+            (not self._is_textbook(grid.shape), grid.estimate, place)
             for place, grid in enumerate(grids)
             if not self._refused(grid) and grid.estimate < inf
         ]
         heapify(waiting)
-        found: list[GridCandidates] = []
+        found: dict[int, list[Price]] = {}
         later: list[tuple[float, int]] = []
-        pipelines = 0
-        while waiting and len(found) < many:
-            estimate, place = heappop(waiting)
-            grid = grids[place]
-            if grid.shape.pipe > 1 and pipelines == PRICED_PIPELINES:
-                later.append((estimate, place))
-            elif grid.try_next():
-                found.append(grid)
-                pipelines += grid.shape.pipe > 1
-            elif grid.estimate < inf:  # its next candidate is slower: other grids may come first now
-                heappush(waiting, (grid.estimate, place))
-            elif grid.shape.pipe > 1:
+        best, pipelines, contexts, most = inf, 0, 0, FIRST_SHARE * self.simulations
+        most_contexts = PRICED_CONTEXTS if any(grid.shape.context == 1 for grid in grids) else inf
+        while waiting:
+            other, estimate, place = heappop(waiting)
+            grid, known = grids[place], found.get(place, [])
+            piped = grid.shape.pipe > 1
+            done = len(found) >= shown and (self.plan.simulated >= most or estimate > HOPELESS * best)
+            enough = (piped and pipelines >= PRICED_PIPELINES) or (grid.shape.context > 1 and contexts >= most_contexts)
+            if done or enough:
+                if not known:
+                    later.append((estimate, place))
+                continue
+            if grid.try_next():
+                found[place] = [*known, self._price(grid.found[-1])]
+                pipelines += piped
+                contexts += grid.shape.context > 1
+                best = min(best, found[place][-1].seconds)
+            elif not known and grid.estimate == inf:
                 self._refuse(grid)
-        self.plan.waiting = [grids[place] for _, place in sorted([*waiting, *later])]
-        return found
+            # one candidate of a pipeline stands for its grid: the best of them get a closer look later
+            if grid.estimate < inf and (not piped or place not in found) and len(found.get(place, [])) < PER_GRID:
+                heappush(waiting, (other, grid.estimate, place))
+        self.plan.waiting = [grids[place] for _, place in sorted(later)]
+        ranked = sorted(found.items(), key=lambda one: min(price.seconds for price in one[1]))
+        return [(grids[place], prices) for place, prices in ranked]
+
+    def _is_textbook(self, shape: Shape) -> bool:
+        """Return whether people would take this grid without a search: a small x inside a node, z, data and pipe."""
+        return shape.y == 1 and shape.x in TEXTBOOK_X and shape.x <= self.task.machine.devices_per_node
 
     def _refused(self, grid: GridCandidates) -> bool:
         """Refuse a grid if even its smallest candidate exceeds the memory, and say by how much.
@@ -365,45 +490,107 @@ class _Search:
         reason = f"needs {describe_memory(least)} of {self.limit / GIB:.1f} GiB at the least{where}"
         self.plan.refused.append(Refused(grid.shape, reason, max(0, least.total - self.limit)))
 
-    def _rank(self, grids: Sequence[GridCandidates], others: int) -> None:
-        """Simulate the first candidate of each grid, further ones of the best grids, and `others` in other modes and
-        rank orders; then price the first grids more closely."""
-        first = [(self._price(grid.found[0]), grid) for grid in grids]
-        first.sort(key=lambda found: found[0].seconds)
-        prices = {id(grid): [best] for best, grid in first}
-        for _, grid in first[:CLOSER_LOOK]:
-            if grid.shape.pipe > 1:
-                continue
-            while len(grid.found) < PER_GRID and grid.estimate < inf:
-                grid.try_next()
-            prices[id(grid)] += [self._price(candidate) for candidate in grid.found[1:]]
-        if others > 0:
-            plain = [grid for grid in grids if grid.shape.pipe == 1]
-            further = [(one, grid) for grid in plain for one in grid.elsewhere(self.task.machine)]
-            further.sort(key=lambda found: found[0].seconds)
-            for one, grid in further[:others]:
-                prices[id(grid)].append(self._price(one))
+    def _rank(self, found: Sequence[tuple[GridCandidates, list[Price]]]) -> None:
+        """Simulate the best candidates in other rank orders too; then price the first grids more closely."""
+        left = self.simulations - self.plan.simulated
+        plain = [(grid, prices) for grid, prices in found if grid.shape.pipe == 1]
+        further = [
+            (one, prices)
+            for grid, prices in plain[: max(CLOSER_LOOK, left // PER_GRID)]
+            for one in grid.elsewhere(self.task.machine)
+        ]
+        further.sort(key=lambda one: one[0].seconds)
+        for one, prices in further[: max(0, left)]:
+            prices.append(self._price(one))
         ranked = sorted(
-            (min(of_grid, key=lambda found: found.seconds) for of_grid in prices.values()),
+            (min(prices, key=lambda one: one.seconds) for _, prices in found),
             key=lambda found: found.seconds,
         )
-        pipelines = [found for found in ranked if found.candidate.shape.pipe > 1]
-        plain = [found for found in ranked if found.candidate.shape.pipe == 1]
+        pipelines = [one for one in ranked if one.candidate.shape.pipe > 1]
         shown = max(self.top, SHOWN)
-        closely = [price(self.task, found.candidate) for found in plain[:shown]]
+        seen = [one for one in ranked if one.candidate.shape.pipe == 1][:shown]
         # a first look prices 1F1B alone, so the best pipelines get another, however slow they seem
-        closely += map(self._improve, pipelines[:SEARCHED_PIPELINES])
-        closely += pipelines[SEARCHED_PIPELINES:]
-        self.plan.ranked = sorted(closely, key=lambda found: found.seconds)[:shown]
-        sizes = [found.candidate.shape.sizes for found in self.plan.ranked]
-        self.plan.waiting = [grid for _, grid in first if grid.shape.sizes not in sizes] + self.plan.waiting
+        improved: list[Price] = []
+        for one in pipelines[:SEARCHED_PIPELINES]:
+            improved.append(self._improve(one, min((other.seconds for other in [*seen, *improved]), default=inf)))
+        first = sorted([*seen, *improved, *pipelines[SEARCHED_PIPELINES:]], key=lambda one: one.seconds)[:shown]
+        closely = [one if one.candidate.shape.pipe > 1 else price(self.task, one.candidate) for one in first]
+        if not closely:
+            return
+        self.plan.ranked = sorted(closely, key=lambda one: one.seconds)
+        if self.risk == "robust":
+            self._choose([*(one for _, prices in plain for one in prices), *improved, *self._roomy(plain, improved)])
+        else:
+            near = (1 + NEAR) * self.plan.ranked[0].seconds
+            tuned = [self._tune(one, host=False) if one.seconds <= near else one for one in self.plan.ranked]
+            self.plan.ranked = sorted(tuned, key=lambda one: one.seconds)
+        self.plan.ranked = [*map(self._tune, self.plan.ranked[:1]), *self.plan.ranked[1:]]
+        sizes = [one.candidate.shape.named for one in self.plan.ranked]
+        self.plan.waiting = [grid for grid, _ in found if grid.shape.named not in sizes] + self.plan.waiting
 
-    def _improve(self, found: Price) -> Price:
-        """Return a pipeline with the best number of chunks and schedule."""
-        if self._keeps_stages():
+    def _tune(self, found: Price, *, host: bool = True) -> Price:
+        """Return the same grid with an optimizer that is not sharded, or, for the `host`, with steps that are not
+        compiled or not recorded, where the machine says that this is faster and it fits."""
+        if self.space.policies is not None:
             return found
+        policy, task = found.candidate.policy, found.task
+        shards = policy.shard_optimizer and found.candidate.shape.data > 1
+        ways = [(task, replace(policy, shard_optimizer=False))] if shards else []
+        if found.candidate.shape.context > 1 and policy.context_way == "auto":
+            ways += [(task, replace(policy, context_way=way)) for way in ways_of(task, found.candidate)]
+        if host and task.machine.device != "cpu":
+            ways += [(task, replace(policy, compile=False)), (replace(task, captured=False), policy)]
+        for way, other in ways:
+            if way.machine.host and way.host_mode(other, found.candidate.shape) not in way.machine.host:
+                continue  # a host that was not measured counts as never late, which is no reason to take it
+            tuned = price(way, replace(found.candidate, policy=other))
+            if tuned.seconds < (1 - WORTH_TUNING) * found.seconds and tuned.memory.total <= self.limit:
+                found = tuned
+        return found
+
+    def _roomy(
+        self, plain: Sequence[tuple[GridCandidates, list[Price]]], pipelines: Sequence[Price]
+    ) -> Iterator[Price]:
+        """Yield candidates of the best grids that leave some memory free, where those so far do not."""
+        limit = self.limit - LESS_MEMORY
+        for grid, prices in plain[:SHOWN]:
+            if all(one.memory.total > limit for one in prices):
+                for _ in range(MOST_TRIED):
+                    if grid.estimate == inf:
+                        break
+                    if grid.try_next() and memory_of(self.task, grid.found[-1].candidate).total <= limit:
+                        yield self._price(grid.found[-1])
+                        break
+        for one in pipelines:
+            if one.memory.total > limit and (found := self._pipeline_of(one, limit, one.seconds)) is not None:
+                yield found
+
+    def _choose(self, priced: Sequence[Price]) -> None:
+        """Put the choice that regrets least first."""
+
+        def closely(one: Price) -> Price:
+            if one.candidate.shape.pipe > 1:
+                return one  # a pipeline has one price only
+            known = (close for close in self.plan.ranked if close.candidate == one.candidate)
+            return next(known, None) or price(self.task, one.candidate)
+
+        found = choose(priced, self.limit, quick_price, closely)
+        first, self.plan.robust = found.chosen.price, found
+        sizes = first.candidate.shape.named
+        others = [one for one in self.plan.ranked if one.candidate.shape.named != sizes]
+        self.plan.ranked = [first, *others][: max(self.top, SHOWN)]
+
+    def _improve(self, found: Price, fastest: float) -> Price:
+        """Return a pipeline with the best number of chunks and schedule, if it may be faster than others are."""
+        return self._pipeline_of(found, self.limit, fastest) or found
+
+    def _pipeline_of(self, found: Price, limit: int, fastest: float) -> Price | None:
+        """Return the best pipeline of a grid within so many bytes; None if none fits, or if the policies say which."""
+        if self._keeps_stages():
+            return None
         most = FRUGAL.recompute if self.space.policies is None else None
-        return best_pipeline(self.task, self._open(found.candidate), self.limit, searches=True, most=most) or found
+        candidate = self._open(found.candidate)
+        return best_pipeline(self.task, candidate, limit, searches=True, most=most, fastest=fastest)
 
     def _price(self, found: Estimated) -> Price:
         self.plan.simulated += 1
@@ -421,20 +608,21 @@ class _Search:
 
     @staticmethod
     def _open(candidate: Candidate) -> Candidate:
-        return replace(candidate, policy=replace(candidate.policy, stages=None, schedule="auto"))
+        return replace(candidate, policy=without_stages(candidate.policy))
 
     # --- what there is to choose from
 
-    def _candidates(self) -> Iterator[Candidate]:
-        """Yield every grid in each activation mode with each number of rows; refuse grids that cut nothing evenly."""
+    def _candidates(self, shapes: Iterable[Shape]) -> Iterator[Candidate]:
+        """Yield these grids in each activation mode with each number of rows; refuse those that cut nothing evenly."""
         task = self.task
-        for shape in self.space.shapes or shapes_of(self.plan.devices, axes=self.space.axes):
-            places = shape.places
+        for shape in shapes:
+            places = shape.row_places
             if reason := self._why_no_pipe(shape):
                 self.plan.refused.append(Refused(shape, reason))
                 continue
             if task.rows % places:
-                why = f"data*z = {places} places do not divide a batch of {task.rows} rows"
+                divided = "data*z" if shape.context == 1 else "data*z/context"
+                why = f"{divided} = {places} places do not divide a batch of {task.rows} rows"
                 self.plan.refused.append(Refused(shape, why))
                 continue
             misfits, policies = {}, self._policies(shape)  # reasons by activation mode
@@ -444,7 +632,7 @@ class _Search:
                     what, value, _, axes = misfit
                     misfits[policy.activations] = f"{what}={value} is not divisible by {axes}"
                     continue
-                possible = list(self._rows(task.rows // places, shape.pipe))
+                possible = list(self._rows(task.rows // places, shape))
                 if not possible:
                     rows, steps = task.rows // places, self.space.micro_steps
                     misfits[policy.activations] = f"{rows} rows of a place cannot be cut into {steps} micro-steps"
@@ -459,7 +647,8 @@ class _Search:
             return self.space.policies
         both = shape.x * shape.y > 1 and (shape.pipe == 1 or shape.world < MANY_DEVICES)
         modes: tuple[Activations, ...] = ("sharded", "replicated") if both else ("sharded",)
-        base = Policy(compute_dtype=self.task.compute, shard_optimizer=True, even_tokens=True)
+        compiles = self.task.machine.device != "cpu"  # as `fourfold train` does
+        base = Policy(compute_dtype=self.task.compute, shard_optimizer=True, even_tokens=True, compile=compiles)
         return [replace(base, activations=mode) for mode in modes]
 
     def _why_no_pipe(self, shape: Shape) -> str:
@@ -473,26 +662,64 @@ class _Search:
             return f"pipe={shape.pipe} ranks for {units} units: {self.task.config.layers} layers, embedding and head"
         return f"pipe={shape.pipe} is more than {MOST_PIPE}" if shape.pipe > MOST_PIPE else ""
 
-    def _rows(self, rows: int, pipe: int) -> Iterator[int]:
-        """Yield the possible rows of a micro-step; a pipeline has at least as many micro-steps as ranks if it can."""
+    def _rows(self, rows: int, shape: Shape) -> Iterator[int]:
+        """Yield the possible rows of a micro-step; a pipeline has at least as many micro-steps as ranks if it can.
+
+        Places that share rows have less than one each, unless the grid was asked for or they balance documents: with
+        more they would not share.
+        """
         if self.space.micro_steps is not None:
             yield from (rows // steps for steps in self.space.micro_steps if rows % steps == 0)
             return
-        most = max(1, MOST_TOKENS // self.task.seq)
-        enough = max(1, rows // pipe)
+        most = max(1, MOST_TOKENS * shape.context // self.task.seq)
+        if shape.context > 1 and self.space.shapes is None and self.task.documents is None:
+            most = min(most, shape.context)
+        enough = max(1, rows // shape.pipe)
         yield from (each for each in range(1, enough + 1) if rows % each == 0 and (each <= most or each == rows))
 
-    def _allowed(self, candidate: Candidate, lever: Lever) -> bool:
-        """Leave out levers that change nothing on this grid; where policies are given, take theirs alone."""
+    def _levers(self, candidate: Candidate) -> tuple[bool, ...]:
+        """Return for each lever whether it changes anything on this grid; where policies are given, it is theirs."""
         policy, shape = candidate.policy, candidate.shape
         if self.space.policies is not None:
-            return lever.on(policy) == policy
-        # without gathers over z, weights in use are the parameters themselves or casts that are kept anyway
-        if lever.keep_weights and shape.z == 1:
-            return False
-        return not lever.keep_gathered or (policy.activations == "sharded" and shape.x * shape.y > 1)
+            return tuple(lever.on(policy) == policy for lever in LEVERS)
+        return _useful_levers(shape.z > 1, policy.activations == "sharded" and shape.x * shape.y > 1)
 
     # --- memory
+
+    def _rule_out_too_large(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[LocalSizes]]:
+        """Return the candidates that a lower bound of their memory admits, with their sizes; refuse the other grids."""
+        sizes = [candidate.sizes(self.task) for candidate in candidates]
+        least = self._least_nbytes(candidates, sizes, [FRUGAL])[:, 0].tolist()
+        fits = [place for place, nbytes in enumerate(least) if nbytes <= self.limit]
+        possible = {candidates[place].shape for place in fits}
+        refused: dict[Shape, float] = {}
+        for candidate, nbytes in zip(candidates, least, strict=True):
+            if candidate.shape not in possible:
+                refused[candidate.shape] = min(nbytes, refused.get(candidate.shape, inf))
+        for shape, nbytes in refused.items():
+            reason = f"needs more than {nbytes / GIB:.1f} GiB of {self.limit / GIB:.1f} GiB for weights, gradients, "
+            reason += "optimizer state and what layers keep"
+            self.plan.refused.append(Refused(shape, reason, round(nbytes) - self.limit))
+        return [candidates[place] for place in fits], [sizes[place] for place in fits]
+
+    def _least_nbytes(
+        self, candidates: Sequence[Candidate], sizes: Sequence[LocalSizes], levers: Sequence[Lever]
+    ) -> torch.Tensor:
+        """Return a lower bound of the bytes of each candidate and lever: [candidate, lever].
+
+        It is quick, and it is the answer for most candidates that do not fit.
+        """
+        layers, passes = [], []
+        for one in candidates:
+            piped = one.shape.pipe > 1
+            if piped and self._keeps_stages():
+                layers.append(0)  # a given schedule may keep less than 1F1B does
+            else:
+                layers.append(len(rough_stages(self.task.config, one.shape.pipe, self.task.seq).layers_of(0)))
+            passes.append(min(one.shape.pipe, one.micro_steps))
+        counts = torch.tensor([layers, passes, [one.micro_steps for one in candidates]], dtype=torch.float64)
+        by_kind = {kind: least_nbytes(sizes, kind, *counts) for kind in {lever.recompute for lever in levers}}
+        return torch.stack([by_kind[lever.recompute] for lever in levers], dim=1)
 
     def _fit(self, candidate: Candidate, lever: Lever) -> Candidate | None:
         """Return the candidate with the lever if it fits, with logits in chunks if it fits only then."""
@@ -512,7 +739,7 @@ class _Search:
         if rank is None:
             return laid
         # only the last rank has logits
-        in_chunks = rank == laid.shape.pipe - 1 and laid.rows * self.task.seq > LOSS_CHUNK
+        in_chunks = rank == laid.shape.pipe - 1 and laid.sizes(self.task).m > LOSS_CHUNK
         if self.space.policies is not None or not in_chunks:
             return None
         chunked = replace(laid, policy=replace(laid.policy, loss_chunk=LOSS_CHUNK))
@@ -530,7 +757,7 @@ class _Search:
             less = memory_of(self.task, lean)
             if less.total <= self.limit:
                 return lean, less
-        in_chunks = candidate.rows * self.task.seq > LOSS_CHUNK
+        in_chunks = candidate.sizes(self.task).m > LOSS_CHUNK
         if in_chunks and memory.total - memory.logits <= self.limit:
             chunked = replace(candidate, policy=replace(candidate.policy, loss_chunk=LOSS_CHUNK))
             less = memory_of(self.task, chunked)
@@ -608,19 +835,34 @@ def describe_memory(memory: Memory) -> str:
     return f"{memory.total / GIB:.1f} GiB ({parts})"
 
 
-def why_nothing_fits(plan: GridPlan) -> str:
-    """Explain what is missing, and what would make the model fit."""
+def _other_rows(plan: GridPlan) -> int | None:
+    """Return the rows nearest to those of the task that a grid divides which cuts the model; None if none does."""
+    config, rows, most = plan.task.config, plan.task.rows, min(MOST_PIPE, plan.task.config.layers + 2)
+    cutting = (
+        one.shape.places for one in plan.refused if one.shape.pipe <= most and not config.misfit(one.shape, Policy())
+    )
+    possible = {places * max(1, round(rows / places)) for places in cutting}
+    return min(possible - {rows}, key=lambda other: (abs(other - rows), other), default=None)
+
+
+def why_no_grid(plan: GridPlan) -> NoPlanError:
+    """Return the error that says what is missing on every grid, and what would make one possible."""
     task, too_large = plan.task, [refused for refused in plan.refused if refused.lacking]
     if not too_large:
-        reasons = dict.fromkeys(refused.reason for refused in plan.refused)
-        return (
+        # one reason of each kind: the others differ in their numbers only
+        reasons = {re.sub(r"\d+", "", refused.reason): refused.reason for refused in reversed(plan.refused)}
+        rows = _other_rows(plan)
+        batch = f", such as --batch-tokens {rows * task.seq}" if rows else ""
+        return NoPlanError(
             f"no grid of {plan.devices} devices cuts this model and {task.rows} rows of {task.seq} tokens evenly: "
-            f"{'; '.join(list(reasons)[:3])}; change the number of devices or the batch"
+            f"{'; '.join(reversed(list(reasons.values())[-3:]))}; change the number of devices or the batch{batch}",
+            "no grid cuts batch and model",
         )
     closest = min(too_large, key=lambda refused: refused.lacking)
     state = task.config.parameters * (task.parameters.itemsize * 4)
-    return (
+    return NoPlanError(
         f"the model fits on no grid of {plan.devices} devices of {task.machine.name}: the closest, {closest.shape}, "
         f"{closest.reason}; weights, gradients and optimizer state alone are {state / GIB:.0f} GiB, "
-        f"{ceil(state / task.usable_bytes)} devices' worth: take more devices, shorter sequences, or a smaller model"
+        f"{ceil(state / task.usable_bytes)} devices' worth: take more devices, shorter sequences, or a smaller model",
+        "too little memory",
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
 from operator import attrgetter, methodcaller
@@ -26,7 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.axes import BATCH, CUTS, PIPE, REPLICA
+from fourfold.axes import BATCH, CONTEXT, CUTS, PIPE, REPLICA
+from fourfold.context.assign import area
+from fourfold.context.move import pieces_of, plan_context
 from fourfold.engine import Overlap
 from fourfold.gradients import Bucket, OwingGradient, bucket_unit, fill_buckets
 from fourfold.grid import Grid, Shape
@@ -34,6 +36,7 @@ from fourfold.layout import GATHERED, Spec, logits_columns
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig, halves_of, unit_of
 from fourfold.models.transformer import Transformer
+from fourfold.nn.attention import cut_documents
 from fourfold.nn.embedding import looks_up_in_place
 from fourfold.nn.layer import specs_of
 from fourfold.policy import Activations, Policy, Recompute
@@ -65,6 +68,13 @@ def parameter_specs(config: ModelConfig, activations: Activations) -> dict[str, 
     return specs_of(Transformer(replace(config, layers=1), PaperGrid(), Policy(activations=activations)))
 
 
+@lru_cache(maxsize=256)
+def owed_axes(config: ModelConfig, activations: Activations) -> dict[str, tuple[str, ...]]:
+    """Return the axes that the gradient of each of these parameters owes a sum over."""
+    return {name: spec.owes for name, spec in parameter_specs(config, activations).items()}
+
+
+@lru_cache(maxsize=4096)
 def in_first_layer(name: str) -> str:
     """Return the name of the same parameter in the first layer."""
     return LAYER + name.split(".", 2)[2] if name.startswith("layers.") else name
@@ -77,6 +87,23 @@ def part(length: int, parts: int, index: int) -> int:
 
 
 # --- the structure of a step
+
+
+class ContextForm(NamedTuple):
+    """What decides in which messages K and V travel inside a context group, but not how large they are."""
+
+    over: str
+    """gather, exchange or ring."""
+    swaps: bool
+    """Whether neighbours swap tokens for heads before and after."""
+    pieces: int
+    """The messages of one gather or exchange, or the directions of a ring."""
+    hops: int
+    """How often a ring hands K and V on; 0 for other ways."""
+    moves: bool
+    """Whether anybody sends K and V to another holder."""
+    to_all: bool
+    """Whether a gather is a collective of its own, since neighbours do not share heads."""
 
 
 @dataclass
@@ -99,11 +126,14 @@ class Structure:
     """Whether x cuts through a KV head."""
     looks_up_in_place: bool
     """Whether tokens go to the embedding's table over z, instead of the table to the tokens."""
+    context: ContextForm | None = None
+    """How K and V travel, if places share their rows."""
 
     def __post_init__(self) -> None:
         config, policy, axes = self.config, self.policy, self.used_axes
         # programs are cached by it
-        self._hash = hash((config, policy, self.dtype, axes, self.halves, self.shares_kv, self.looks_up_in_place))
+        kinds = axes, self.halves, self.shares_kv, self.looks_up_in_place, self.context
+        self._hash = hash((config, policy, self.dtype, *kinds))
         self.sharded = policy.activations == "sharded"
         self.over_x, self.over_y = "x" in axes, "y" in axes
         self.cuts_rest = self.sharded and self.over_x  # x cuts tokens at rest
@@ -122,8 +152,10 @@ class Structure:
         # Contract layers keep an input that was gathered over y
         self.keeps_collected = policy.keep_gathered and self.cuts_inner
         self.chunked = bool(policy.loss_chunk)  # head and loss run in chunks of tokens
+        self.chunks_mlp = bool(policy.mlp_chunk)  # MLPs run in chunks of tokens
         self.up_layers = ("gate", "up") if config.mlp == "swiglu" else ("up",)  # they read the residual stream
         self.table = "embedding.weight" if config.tied else "head.weight"  # the parameter that makes logits
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}  # parameters by modules
 
     def __hash__(self) -> int:
         return self._hash
@@ -134,8 +166,11 @@ class Structure:
 
     def parameters_of(self, *modules: str) -> tuple[str, ...]:
         """Return the parameters of modules that share one message: all weights, then the biases that exist."""
-        names = (f"{module}.{kind}" for kind in ("weight", "bias") for module in modules)
-        return tuple(name for name in names if in_first_layer(name) in self._specs)
+        found = self._names.get(modules)
+        if found is None:  # every rehearsal asks for the same ones in every layer
+            names = (f"{module}.{kind}" for kind in ("weight", "bias") for module in modules)
+            found = self._names[modules] = tuple(name for name in names if in_first_layer(name) in self._specs)
+        return found
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
@@ -149,7 +184,11 @@ def _structure(*arguments: Any) -> Structure:
 
 @lru_cache(maxsize=4096)
 def structure_of_names(
-    structure: Structure, *, recompute: Recompute | None = None, chunked: bool | None = None
+    structure: Structure,
+    *,
+    recompute: Recompute | None = None,
+    chunked: bool | None = None,
+    chunks_mlp: bool | None = None,
 ) -> Structure:
     """Return the structure without choices that only set some sizes to 0, so that few structures are rehearsed.
 
@@ -162,31 +201,53 @@ def structure_of_names(
         shard_optimizer=False,
         recompute=structure.policy.recompute if recompute is None else recompute,
         loss_chunk=structure.policy.loss_chunk if chunked is None else int(chunked),
+        mlp_chunk=structure.policy.mlp_chunk if chunks_mlp is None else int(chunks_mlp),
     )
     axes = tuple(axis for axis in structure.used_axes if axis != REPLICA)
     return replace(structure, policy=policy, used_axes=axes)
 
 
+@lru_cache(maxsize=4096)
+def structure_of_layers(
+    structure: Structure, recompute: Recompute | None = None, *, chunks_mlp: bool | None = None
+) -> Structure:
+    """Return the same for a program of layers alone: what embedding and head do does not count."""
+    names = structure_of_names(structure, recompute=recompute, chunked=False, chunks_mlp=chunks_mlp)
+    return replace(names, looks_up_in_place=False)
+
+
+@lru_cache(maxsize=4096)
+def structure_of_ends(structure: Structure, *, chunked: bool | None = None) -> Structure:
+    """Return the same for a program of embedding, head and loss alone: what layers do does not count."""
+    names = structure_of_names(structure, recompute="none", chunked=chunked, chunks_mlp=False)
+    axes = tuple(axis for axis in names.used_axes if axis != CONTEXT)
+    return replace(names, used_axes=axes, shares_kv=False, cuts_kv_head=False, context=None)
+
+
 _ONES = dict(layers=1, hidden=1, heads=1, kv_heads=1, head_dim=2, mlp_hidden=1, vocab=1, seq=1, norm_eps=1.0)
 """The sizes of the config of a structure; a head has an even number of dims."""
+_ROPE: dict[str, Any] = {one.name: one.default for one in fields(ModelConfig) if one.name.startswith("rope_")}
+"""Rotary positions, which change numbers and not work."""
 
 
 @lru_cache(maxsize=256)
 def _kinds_of_layers(config: ModelConfig) -> ModelConfig:
-    return replace(config, **_ONES, rope_theta=1.0, dropout=0.5 if config.dropout else 0.0)
+    return replace(config, **_ONES, **_ROPE, dropout=0.5 if config.dropout else 0.0)
 
 
 @lru_cache(maxsize=1024)
 def _kinds_of_work(policy: Policy) -> Policy:
     """Return the policy reduced to what shapes a rehearsed program.
 
-    Numbers that only set sizes become 1. Stages and schedule are left out: every stage is rehearsed by itself. Overlap
+    Numbers that only set sizes become 1. Stages and schedule are left out: every stage is rehearsed by itself. What
+    travels inside a context group is said by `ContextForm`. Overlap
     settings become the defaults, except the one that changes the order of
     products: rehearsals neither prefetch nor defer, and the readings add the bytes that are in flight.
     """
     overlap = Overlap(wgrad_behind_messages=policy.overlap.wgrad_behind_messages)
-    chunk = 1 if policy.loss_chunk else 0
-    return replace(policy, loss_chunk=chunk, bucket_bytes=1, overlap=overlap, stages=None, schedule="auto")
+    chunks = dict(loss_chunk=min(1, policy.loss_chunk), mlp_chunk=min(1, policy.mlp_chunk))
+    left_out: Any = dict(stages=None, schedule="auto", assignment="auto", context_way="auto")
+    return replace(policy, **chunks, bucket_bytes=1, overlap=overlap, **left_out)
 
 
 # --- the sizes of a candidate
@@ -194,7 +255,7 @@ def _kinds_of_work(policy: Policy) -> Policy:
 
 @lru_cache(maxsize=1 << 16)
 def _cutting_axes(shape: Shape) -> tuple[str, ...]:
-    return tuple(axis for axis in shape.used_axes if axis != PIPE)
+    return tuple(axis for axis in shape.message_axes if axis != PIPE)
 
 
 @dataclass(eq=False)
@@ -205,13 +266,15 @@ class LocalSizes:
     shape: Shape
     policy: Policy
     rows: int
-    """Rows of a (data, z) place in one micro-step."""
+    """Rows of a (data, z) place, or of a context group, in one micro-step."""
     seq: int
     dtype: torch.dtype = torch.float32
     """The parameters' dtype."""
     rank: int = 0
     number_of_halves: int = 0
     """The number of parts of the rows that take turns; 0: as the runtime chooses."""
+    documents: tuple[int, ...] | None = None
+    """The lengths of packed documents, in all rows one after another; None if a row is one document."""
 
     def __post_init__(self) -> None:
         config, shape, policy, seq = self.config, self.shape, self.policy, self.seq
@@ -222,23 +285,27 @@ class LocalSizes:
         x, y, sharded = shape.x, shape.y, policy.activations == "sharded"
         inner_cut = y if sharded else 1  # this many ranks cut features inside a sublayer beyond x
         number = self.number_of_halves
+        most = -(-(-(-self.rows // number) * seq) // shape.context)  # tokens of the largest half
+        kv_heads = self._kv_heads(inner_cut)
+        traffic = self._traffic(kv_heads.number) if shape.context > 1 else None
         self.structure = structure = _structure(
             _kinds_of_layers(config), _kinds_of_work(policy), self.dtype, _cutting_axes(shape), number,
-            self.rows % number == 0, config.kv_heads % (x * inner_cut) != 0, config.kv_heads % x != 0,
-            looks_up_in_place(policy, shape, config.vocab, -(-self.rows // number) * seq),
+            self.rows % number == 0 and self.documents is None, kv_heads.shared, config.kv_heads % x != 0,
+            looks_up_in_place(policy, shape, config.vocab, most), traffic and traffic.form,
         )  # fmt: skip
         wide = structure.wide_itemsize
 
-        self.m = m = self.rows * seq
+        self.m = m = -(-self.rows * seq // shape.context)
         self.m_rest = m_rest = -(-m // x) if sharded else m  # tokens that a rank holds at rest
         self.k = k = config.hidden // y
         self.n = n = config.mlp_hidden // x  # hidden units of the MLP
         self.q = q = config.heads * config.head_dim // x
         self.kv = kv = config.kv_heads * config.head_dim // x
-        self.local_kv, copies_kv = self._local_kv(inner_cut)  # features of the keys that this rank's queries read
+        self.local_kv = kv_heads.number * config.head_dim  # features of the keys that this rank's queries read
         self.vocab_columns = logits_columns(config.vocab, x, inner_cut, item)  # columns of logits, with padding
         self.logits_padded = self.vocab_columns > part(config.vocab, x, self.coords["x"])
         self.chunk_tokens = min(policy.loss_chunk or m, m)  # tokens of the first chunk of head and loss
+        self.mlp_chunk_tokens = min(policy.mlp_chunk or m, m)  # tokens of the first chunk of an MLP
 
         # activations of the residual stream
         self.rest = m_rest * k  # elements of a tensor at rest
@@ -256,7 +323,8 @@ class LocalSizes:
         self.all_id_nbytes = self.id_nbytes * shape.z
         self.position_nbytes = m_rest * ID_NBYTES
         self.mask_nbytes = self.rest if config.dropout else 0  # the mask of a dropout at rest
-        self.rope_nbytes = 2 * seq * config.head_dim * wide  # tables of rotary positions
+        # tables of rotary positions: of one row, or of the tokens that a member of a context group holds
+        self.rope_nbytes = 2 * (seq if traffic is None else m) * config.head_dim * wide
 
         # inside sublayers, before y cuts features and after
         self.hidden_nbytes = m * n * item
@@ -270,7 +338,9 @@ class LocalSizes:
         self.qkv_cut_nbytes = self.qkv_nbytes // inner_cut
         self.local_k_nbytes = m * self.local_kv * item  # the keys that this rank's attention kernel reads
         self.local_kv_nbytes = 2 * self.local_k_nbytes
-        self.attention_flops = 2 * m * q // inner_cut * seq  # scores and their use; a causal mask leaves half of them
+        # scores and their use; a causal mask leaves half of them
+        pairs = m * seq / 2 if self.documents is None else sum(area(0, length) for length in self.documents)
+        self.attention_flops = round(4 * pairs * q // inner_cut)
 
         # tensors that forward keeps
         keeps_collected = structure.keeps_collected
@@ -280,22 +350,54 @@ class LocalSizes:
         self.kept_hidden_nbytes = self.hidden_nbytes if keeps_collected else self.hidden_cut_nbytes
         self.kept_query_nbytes = self.query_nbytes if keeps_collected else 0  # else attention keeps its output itself
         self.kept_output_nbytes = 0 if keeps_collected else self.query_cut_nbytes  # if attention is recomputed
-        self.read_nbytes = self._read_nbytes(copies_kv)
+        self.read_nbytes = self._read_nbytes(kv_heads.copied)
         self.query_statistic_nbytes = m * wide * q // inner_cut // config.head_dim  # one statistic per head and token
         self.key_statistic_nbytes = m * wide * self.local_kv // config.head_dim
         self.head_gradient = self.vocab_columns * k  # elements of the gradient of the head's table, with padding
+        if traffic is not None:
+            self._size_traffic(traffic)
 
-    def _local_kv(self, inner_cut: int) -> tuple[int, bool]:
-        """Return the features of the keys that this rank's queries read, and whether keys are copied per query head."""
-        config = self.config
-        if not self.structure.shares_kv:
-            return self.kv // inner_cut, False
-        block = self.coords["x"] * inner_cut + (self.coords["y"] if self.structure.sharded else 0)
-        heads, group = config.heads // (self.shape.x * inner_cut), config.heads // config.kv_heads
+    def _kv_heads(self, inner_cut: int) -> LocalHeads:
+        """Return the KV heads that this rank's queries read."""
+        config, cut = self.config, self.shape.x * inner_cut
+        if config.kv_heads % cut == 0:
+            return LocalHeads(config.kv_heads // cut)
+        block = self.coords["x"] * inner_cut + (self.coords["y"] if inner_cut > 1 else 0)
+        heads, group = config.heads // cut, config.heads // config.kv_heads
         wanted = Counter(query // group for query in range(block * heads, (block + 1) * heads))
         if len(set(wanted.values())) == 1:
-            return len(wanted) * config.head_dim, False
-        return heads * config.head_dim, True
+            return LocalHeads(len(wanted), shared=True)
+        return LocalHeads(heads, shared=True, copied=True)
+
+    # --- what travels inside a context group
+
+    def _traffic(self, kv_heads: int) -> ContextTraffic:
+        lengths = self.rows, self.seq, self.shape.context, self.documents
+        return context_traffic(self.policy, *lengths, self.shape.member(self.rank), kv_heads)
+
+    def _size_traffic(self, traffic: ContextTraffic) -> None:
+        """Set the sizes of what travels, of one piece of the heads if there are several, and of attention over it."""
+        form, near = traffic.form, traffic.neighbours
+        pieces = form.pieces
+        token = 2 * self.local_kv * self.item // near // pieces  # bytes of the K and V of a token in one piece
+        self.attention_flops = 4 * traffic.pairs * (self.query_cut_nbytes // self.item // self.m) // near
+        self.piece_flops = self.attention_flops // (pieces * (form.hops + 1))
+        self.piece_query_nbytes = self.query_cut_nbytes // pieces
+        self.own_nbytes = traffic.tokens * token  # K and V that a holder has
+        self.piece_nbytes = max(traffic.to, traffic.taken) * token
+        self.piece_sent_nbytes = (traffic.to - traffic.to_itself) * token
+        self.piece_returned_nbytes = (traffic.taken - traffic.to_itself) * token
+        self.arrived_nbytes = traffic.taken * token
+        self.keys_nbytes = traffic.read * token  # K and V that the queries of a holder read, in order
+        # what attention keeps of K and V
+        self.kept_keys_nbytes = self.keys_nbytes * pieces if self.policy.keep_gathered else self.local_kv_nbytes
+        self.swapped_nbytes = self.query_cut_nbytes + self.local_kv_nbytes  # q, k and v, for heads of other tokens
+        self.swapped_sent_nbytes = self.swapped_nbytes * (near - 1) // near
+        self.swapped_back_nbytes = self.query_cut_nbytes * (near - 1) // near
+
+    def all_to_all(self, nbytes: int, sent: int, label: str) -> list[Collective]:
+        """Return the record of an all-to-all of a context group, of which this rank sends some bytes to others."""
+        return [_collective("all_to_all", CONTEXT, nbytes, self.shape.context, label, sent=sent)]
 
     def _read_nbytes(self, copies_kv: bool) -> int:
         """Return the bytes of the tensors of which q, k and v are views when attention begins."""
@@ -315,14 +417,27 @@ class LocalSizes:
         if number == 1:
             return [self]
         rows = [part(self.rows, number, index) for index in range(number)]
+        held: list[tuple[int, ...] | None] = [None] * number
+        if self.documents is not None:
+            held = list(map(tuple, cut_documents(self.documents, [each * self.seq for each in rows])))
         whole = self.config, self.shape, self.policy
-        made = {each: LocalSizes(*whole, each, self.seq, self.dtype, self.rank, 1) for each in set(rows)}
-        return [made[each] for each in rows]
+        made = {
+            half: LocalSizes(*whole, half[0], self.seq, self.dtype, self.rank, 1, half[1])
+            for half in set(zip(rows, held, strict=True))
+        }
+        return [made[half] for half in zip(rows, held, strict=True)]
 
     @property
     def chunks(self) -> list[int]:
         """The tokens of each chunk in which head and loss run."""
-        size = self.chunk_tokens
+        return self._chunks(self.chunk_tokens)
+
+    @property
+    def mlp_chunks(self) -> list[int]:
+        """The tokens of each chunk in which MLPs run."""
+        return self._chunks(self.mlp_chunk_tokens)
+
+    def _chunks(self, size: int) -> list[int]:
         return [min(size, self.m - first) for first in range(0, self.m, size)]
 
     # --- activations
@@ -330,6 +445,14 @@ class LocalSizes:
     def reread_nbytes(self, attribute: str) -> int:
         """Return the bytes of an input that is gathered a second time for dw; 0 if the gathered input was kept."""
         return 0 if self.policy.keep_gathered else getattr(self, attribute)
+
+    def hidden_chunk_nbytes(self, tokens: int) -> int:
+        """Return the bytes of the hidden units of some tokens, before y cuts features."""
+        return tokens * self.n * self.item
+
+    def hidden_chunk_cut_nbytes(self, tokens: int) -> int:
+        """Return the bytes of these hidden units as the activation reads them."""
+        return self.hidden_chunk_nbytes(tokens) // (self.shape.y if self.structure.sharded else 1)
 
     def logits_nbytes(self, tokens: int) -> int:
         """Return the bytes of the logits of some tokens before `spread`."""
@@ -449,26 +572,81 @@ class LocalSizes:
 
     def buckets(self) -> list[Bucket]:
         """Return the runtime's buckets, in which gradients are summed over the axes that they owe beyond z."""
-        item = self.dtype.itemsize
-        layers, axes = self.config.layers, self.shape.sizes
-        gradients = [
-            OwingGradient(
-                name,
-                spec.owes,
-                self.dtype,
-                self.parameter(name).shard * item,
-                bucket_unit(unit_of(name, layers), spec.owes, axes),
-            )
-            for name, spec in self.specs.items()
-        ]
+        item, layers, axes = self.dtype.itemsize, self.config.layers, self.shape.sizes
+        owed, gradients = owed_axes(self.config, self.policy.activations), []
+        for name in self.specs:
+            first = in_first_layer(name)
+            owes = owed[first]
+            nbytes, unit = self._parameters.sizes[first].shard * item, bucket_unit(unit_of(name, layers), owes, axes)
+            gradients.append(OwingGradient(name, owes, self.dtype, nbytes, unit))
         return fill_buckets(gradients, self.policy.bucket_bytes)
 
     # --- messages
 
     def message(self, op: Op, axis: str, nbytes: int, label: str) -> list[Collective]:
         """Return the record of a message, or none if the axis has one rank or nothing is sent."""
-        ranks = self.shape.sizes[axis]
-        return [Collective(op, axis, nbytes, ranks, label)] if ranks > 1 and nbytes else []
+        ranks = self.shape.named[axis]
+        return [_collective(op, axis, nbytes, ranks, label)] if ranks > 1 and nbytes else []
+
+
+_collective = lru_cache(maxsize=1 << 16)(Collective)  # both halves, every pass and every rehearsal send the same ones
+
+
+class LocalHeads(NamedTuple):
+    """The KV heads that the queries of one rank read."""
+
+    number: int
+    shared: bool = False
+    """Whether ranks exchange K and V, because KV heads do not follow the cut of the queries."""
+    copied: bool = False
+    """Whether there is a copy for every query head."""
+
+
+class ContextTraffic(NamedTuple):
+    """The tokens whose K and V one member of a context group sends and reads in a layer; neighbours that swap tokens
+    for heads are one holder."""
+
+    form: ContextForm
+    neighbours: int
+    tokens: int
+    """What a holder has."""
+    to: int
+    """The rows of an all-to-all, over all holders."""
+    taken: int
+    to_itself: int
+    """The rows among them that stay, which a gather copies."""
+    read: int
+    """The keys that the queries of a holder read, each once."""
+    pairs: int
+    """The pairs of query and key (E14)."""
+
+
+@lru_cache(maxsize=4096)
+def context_traffic(
+    policy: Policy, rows: int, seq: int, members: int, documents: tuple[int, ...] | None, member: int, kv_heads: int
+) -> ContextTraffic:
+    """Return what a member sends and reads, from the assignment that the runtime makes (`context.move`)."""
+    assignment, way = plan_context(policy, rows, seq, members, documents)
+    near, holders = way.neighbours, assignment.joined(way.neighbours)
+    here, all_of_them = member // near, range(len(holders.members))
+    tokens = sum(segment.tokens for segment in holders.members[here])
+    read, pairs = sum(holders.last(here).values()), holders.work[here]
+    if way.over == "ring" and len(all_of_them) > 1:
+        directions = 2 if kv_heads // near % 2 == 0 else 1
+        form = ContextForm("ring", near > 1, directions, len(all_of_them) - 1, moves=True, to_all=False)
+        return ContextTraffic(form, near, tokens, tokens, tokens, 0, read, pairs)
+    everything = way.over == "gather"
+    moves = len(all_of_them) > 1 if everything else holders.moved > 0
+    pieces = pieces_of(kv_heads // near) if moves else 1
+    form = ContextForm(way.over, near > 1, pieces, 0, moves, everything and near == 1)
+    if everything:
+        whole = tokens * len(all_of_them)
+        return ContextTraffic(form, near, tokens, whole, whole, tokens, read, pairs)
+    to, taken = (
+        sum(holders.sent(*pair) for pair in pairs_of if pair[0] != pair[1])
+        for pairs_of in ([(here, one) for one in all_of_them], [(one, here) for one in all_of_them])
+    )
+    return ContextTraffic(form, near, tokens, to, taken, 0, read, pairs)
 
 
 class HeldUnits(NamedTuple):
@@ -584,29 +762,27 @@ WHOLE = -1
 
 
 class SizeReader:
-    """Reads the numbers of a list of names from a candidate."""
+    """Reads the numbers of a list of names from a candidate, in an order of its own."""
 
     def __init__(self, names: Sequence[Name]) -> None:
-        self._number = len(names)
-        self._methods = [
-            (place, name.half, name.getter()) for place, name in enumerate(names) if name.arguments is not None
-        ]
-        self._attributes = []
+        self.order: list[int] = []
+        """The place among the names of each number that is read."""
+        self._attributes: list[tuple[int, Callable[[LocalSizes], Sequence[int]]]] = []
         for half in {name.half for name in names}:
             places = [place for place, name in enumerate(names) if name.half == half and name.arguments is None]
             if len(places) > 1:  # one call reads all of them
-                self._attributes.append((half, places, attrgetter(*(names[place].attribute for place in places))))
-            else:
-                self._methods += [(place, half, names[place].getter()) for place in places]
+                self._attributes.append((half, attrgetter(*(names[place].attribute for place in places))))
+                self.order += places
+        left = sorted({*range(len(names))}.difference(self.order))
+        self._methods = [(names[place].half, names[place].getter()) for place in left]
+        self.order += left
 
     def __call__(self, sizes: LocalSizes) -> list[int]:
         parts = [*sizes.halves, sizes]  # WHOLE is the last
-        values = [0] * self._number
-        for half, places, get in self._attributes:
-            for place, value in zip(places, get(parts[half]), strict=True):
-                values[place] = value
-        for place, half, get in self._methods:
-            values[place] = get(parts[half])
+        values: list[int] = []
+        for half, get in self._attributes:
+            values += get(parts[half])
+        values += [get(parts[half]) for half, get in self._methods]
         return values
 
 
@@ -617,11 +793,11 @@ class SizeMatrix:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[Name, int] = {}
+        self.columns: dict[Name, int] = {}
         self._rows: dict[tuple[tuple[int, int], ...], int] = {}
 
     def column(self, name: Name) -> int:
-        return self._columns.setdefault(name, len(self._columns))
+        return self.columns.setdefault(name, len(self.columns))
 
     def row(self, times: Mapping[int, int]) -> int:
         """Return the row with these coefficients, given by column."""
@@ -634,15 +810,15 @@ class SizeMatrix:
 
     @cached_property
     def _read(self) -> SizeReader:
-        return SizeReader(list(self._columns))
+        return SizeReader(list(self.columns))
 
     @cached_property
     def _matrix(self) -> torch.Tensor:
         places = [(row, column, many) for parts, row in self._rows.items() for column, many in parts]
         rows, columns, many = zip(*places, strict=True)
-        matrix = torch.zeros(len(self._rows), len(self._columns), dtype=torch.float64)  # exact up to 2^53 bytes
+        matrix = torch.zeros(len(self._rows), len(self.columns), dtype=torch.float64)  # exact up to 2^53 bytes
         matrix[list(rows), list(columns)] = torch.tensor(many, dtype=torch.float64)
-        return matrix
+        return matrix[:, self._read.order]
 
     def values(self, sizes: LocalSizes) -> torch.Tensor:
         """Return all sums of a candidate: [row]."""
@@ -713,7 +889,6 @@ class SizeNames:
 
     def __init__(self, structure: Structure, half: int = WHOLE) -> None:
         self.structure, self._half = structure, half
-        self._known: dict[str, Any] = {}
 
     @property
     def config(self) -> ModelConfig:
@@ -739,16 +914,22 @@ class SizeNames:
         """The tokens of the first chunk, which stands for all chunks: their number differs between candidates."""
         return [Term({Name(self._half, "chunk_tokens"): 1})]
 
+    @property
+    def mlp_chunks(self) -> list[Any]:
+        """The tokens of the first chunk, as above."""
+        return [Term({Name(self._half, "mlp_chunk_tokens"): 1})]
+
     def message(self, op: Op, axis: str, nbytes: Any, label: str) -> list[Collective]:
         return [Collective(op, axis, nbytes, 0, label)] if axis in self.structure.used_axes else []
 
+    def all_to_all(self, nbytes: Any, sent: Any, label: str) -> list[Collective]:
+        return [Collective("all_to_all", CONTEXT, nbytes, 0, label, sent=sent)]
+
     def __getattr__(self, attribute: str) -> Any:
-        known = self._known.get(attribute)
-        if known is None:
-            is_method = callable(getattr(LocalSizes, attribute, None))
-            known = self._method(attribute) if is_method else Term({Name(self._half, attribute): 1})
-            self._known[attribute] = known
-        return known
+        is_method = callable(getattr(LocalSizes, attribute, None))
+        named = self._method(attribute) if is_method else Term({Name(self._half, attribute): 1})
+        setattr(self, attribute, named)  # found without this function from now on
+        return named
 
     def _method(self, attribute: str) -> Callable[..., Term]:
         known: dict[tuple[Any, ...], Term] = {}

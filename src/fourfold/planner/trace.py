@@ -111,9 +111,11 @@ def dry_run(
     policy: Policy = Policy(),
     micro_steps: int = 1,
     optimizer: bool = False,
+    documents: Sequence[int] | None = None,
 ) -> DryRun:
     """Run a step of `micro_steps` times `rows` rows of this rank's (data, z) place, `seq` tokens each.
 
+    `documents` are the lengths of packed documents in these rows, one after another, for a reference model.
     With `optimizer` gradients are clipped and AdamW steps. Then the program reaches from one optimizer step to the
     next: parameters that a sharded optimizer stepped are in flight when it begins.
     """
@@ -126,7 +128,7 @@ def dry_run(
                 f"{getattr(build, '__name__', build)} builds a plain module, which no grid cuts; return "
                 "ff.parallelize(module, grid, policy=policy), or build it of the layers of fourfold.nn"
             )
-        step = _TracedStep(module, grid, policy, rows, seq, micro_steps)
+        step = _TracedStep(module, grid, policy, rows, seq, micro_steps, documents)
         trace = OpTrace(events, shape)
         if optimizer:
             step.optimizer = _MarkedAdamW(module, trace.mark)
@@ -159,7 +161,7 @@ def fake_ranks(shape: Shape, rank: int) -> Iterator[Grid]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world)
     try:
-        yield Grid(**shape.sizes, order=shape.order, device="cpu")  # type: ignore[arg-type]
+        yield Grid(**shape.named, order=shape.order, device="cpu")  # type: ignore[arg-type]
     finally:
         dist.destroy_process_group()
 
@@ -205,8 +207,18 @@ def fused_attention(
 class _TracedStep:
     """A training step of a model on the grid, which can be run several times."""
 
-    def __init__(self, model: nn.Module, grid: Grid, policy: Policy, rows: int, seq: int, micro_steps: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        policy: Policy,
+        rows: int,
+        seq: int,
+        micro_steps: int,
+        documents: Sequence[int] | None = None,
+    ) -> None:
         self.model, self.grid, self.policy, self.micro_steps = model, grid, policy, micro_steps
+        self.options: dict[str, Any] = {} if documents is None else {"documents": documents}
         self.tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")
         self.optimizer: _MarkedAdamW | None = None
 
@@ -232,10 +244,11 @@ class _TracedStep:
     def _walk_schedule(self) -> None:
         if not isinstance(self.model, Transformer):
             raise ValueError(f"{type(self.model).__name__} on {self.grid.shape}: only a reference model has stages")
-        forward_backward(self.model, [(self.tokens, self.tokens)] * self.micro_steps)
+        batch = {"tokens": self.tokens, "targets": self.tokens, **self.options}
+        forward_backward(self.model, [batch] * self.micro_steps)
 
     def _accumulate(self, after_forward: Callable[[int], None]) -> None:
-        options: dict[str, Any] = {}
+        options = dict(self.options)
         if self.micro_steps > 1 and "count" in inspect.signature(self.model.forward).parameters:
             options["count"] = count_targets(self.tokens.expand(self.micro_steps, -1, -1), self.grid)
         for index in range(self.micro_steps):
@@ -507,12 +520,13 @@ def kept_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a rank keeps from forward to backward of `rows` rows of its place, by kind of recompute.
 
-    With `documents` the rows are packed, and their mask is kept too.
+    With `documents` the rows are packed.
     """
-    return {
-        kind: _kept(config, grid, replace(policy, recompute=kind), rows, seq, dtype, documents)
+    kinds = {
+        kind: replace(policy, recompute=kind, offload=policy.offload and kind == "block")
         for kind in get_args(Recompute)
     }
+    return {kind: _kept(config, grid, each, rows, seq, dtype, documents) for kind, each in kinds.items()}
 
 
 def _kept(

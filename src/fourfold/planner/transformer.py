@@ -8,18 +8,21 @@ Memory-bound work is counted in the bytes that kernels read and write: passes ov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, cast
 
 from fourfold.axes import CUTS, PIPE, REPLICA
-from fourfold.engine import BACKWARD, Turns
+from fourfold.engine import BACKWARD, HalfTurn, Turns
 from fourfold.grid import Shape
 from fourfold.layout import GATHERED
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig
+from fourfold.planner.context import ContextProgram
 from fourfold.planner.program import (
     NO_MOVE,
+    PRODUCT,
     AsyncMove,
     AttentionOp,
     BackwardBytes,
@@ -31,8 +34,18 @@ from fourfold.planner.program import (
     Program,
     Rehearsal,
     WeightGroup,
+    WeightOrder,
 )
-from fourfold.planner.sizes import STATISTIC_NBYTES, LocalSizes, SizeNames, Structure, part, sum_over_batch
+from fourfold.planner.sizes import (
+    STATISTIC_NBYTES,
+    LocalSizes,
+    SizeNames,
+    Structure,
+    part,
+    structure_of_layers,
+    structure_of_names,
+    sum_over_batch,
+)
 from fourfold.policy import Policy, Recompute
 from fourfold.schedule.action import Action, PipeMessage, Schedule
 from fourfold.schedule.receives import receives_of
@@ -41,6 +54,8 @@ from fourfold.schedule.stages import Stages
 Moving = AsyncMove | NoMove
 Direction = Literal["gather", "reduce"]
 """The two kinds of operators; each is the conjugate of the other."""
+TRAINING = "training"
+"""The kind of the forward passes of a model without stages."""
 LAST_MESSAGE_NBYTES = 2 * STATISTIC_NBYTES
 """Bytes of a pipeline's last message of a step, which carries the loss and the faults to all its ranks."""
 
@@ -57,11 +72,15 @@ def step_program(
     host = Rehearsal(sizes)
     model = TransformerProgram(sizes, host)
     clip = optimizer if clip is None else clip
-    host.silent = True  # the engine records its order in the first pass, as the runtime's engine does
-    model.step(micro_steps if sizes.shape.pipe > 1 else 1, optimizer=optimizer, clip=clip)
-    host.silent = False
-    host.phases.clear()
-    host.actions.clear()
+    if sizes.structure.gathers_weights:
+        if sizes.shape.pipe > 1:
+            host.silent = True  # the engine records the order of gathers in a first step, as the runtime's engine does
+            model.step(micro_steps, optimizer=optimizer, clip=clip)
+            host.silent = False
+            host.phases.clear()
+            host.actions.clear()
+        else:
+            model.expect_weights(whole_model(sizes.config.layers))
     model.step(micro_steps, optimizer=optimizer, clip=clip)
     return Program(host.work, host.phases, actions=host.actions)
 
@@ -75,22 +94,18 @@ def stage_program(sizes: LocalSizes, part: ModelPart, recompute: Recompute, *, s
     host = Rehearsal(sizes)
     model = TransformerProgram(sizes, host)
     model.recompute = recompute
-    # the engine records the order of gathers in a first round, as the runtime's engine does
-    for silent in (True, False) if sizes.structure.gathers_weights else (False,):
-        host.silent = silent
-        host.begin_step(passes + 1)  # the last pass never comes, so no bucket is launched
-        for micro in range(passes):
-            host.enter_action(Action("F", 0, micro))
-            host.begin_forward("training")
-            model.forward(part, counted=True)
-            host.enter_action(Action("B" if split else "BW", 0, micro))
-            host.run_backward(hold=micro if split else None)
-            if split:
-                host.enter_action(Action("W", 0, micro))
-                host.run_held(micro)
-        if silent:
-            host.phases.clear()
-            host.actions.clear()
+    if sizes.structure.gathers_weights:
+        model.expect_weights(part)
+    host.begin_step(passes + 1)  # the last pass never comes, so no bucket is launched
+    for micro in range(passes):
+        host.enter_action(Action("F", 0, micro))
+        host.begin_forward(TRAINING)
+        model.forward(part, counted=True)
+        host.enter_action(Action("B" if split else "BW", 0, micro))
+        host.run_backward(hold=micro if split else None)
+        if split:
+            host.enter_action(Action("W", 0, micro))
+            host.run_held(micro)
     host.enter_phase("end")
     return Program(host.work, host.phases, actions=host.actions)
 
@@ -103,7 +118,20 @@ def optimizer_program(sizes: LocalSizes) -> Program:
 
 
 @lru_cache(maxsize=1024)
-def layers_program(structure: Structure, layers: int, *, split: bool = False) -> Program:
+def weight_order(structure: Structure, part: ModelPart) -> WeightOrder:
+    """Return the order in which one forward and backward pass through these units uses weights.
+
+    The runtime's engine records it in a first step. It does not depend on sizes, so candidates share it.
+    """
+    model = _on_names(structure, silent=True)
+    model.host.begin_forward(TRAINING)
+    model.forward(part, counted=True)
+    model.host.run_backward()
+    return model.host.order_of_weights(TRAINING)
+
+
+@lru_cache(maxsize=1024)
+def layers_program(structure: Structure, layers: int, split: bool = False) -> Program:
     """Return the program of forward and backward of some layers alone, with memory and with names instead of sizes.
 
     Each weight is gathered where it is used. The first moment is the beginning of the first layer's backward, which
@@ -113,7 +141,7 @@ def layers_program(structure: Structure, layers: int, *, split: bool = False) ->
     model = _on_names(structure)
     host = model.host
     host.enter_phase("forward")
-    host.engine.begin("training")
+    host.engine.begin(TRAINING)
     model.run_blocks(range(layers))
     host.enter_phase("backward")
     for half in model.halves:
@@ -123,12 +151,12 @@ def layers_program(structure: Structure, layers: int, *, split: bool = False) ->
 
 
 @lru_cache(maxsize=1024)
-def ends_program(structure: Structure, *, embedding: bool = True, head: bool = True, split: bool = False) -> Program:
+def ends_program(structure: Structure, embedding: bool = True, head: bool = True, split: bool = False) -> Program:
     """Return the program of embedding, head and loss, or of one of them or none, as if there were no layers."""
     model = _on_names(structure)
     host = model.host
     host.enter_phase("forward")
-    host.engine.begin("training")
+    host.engine.begin(TRAINING)
     model.forward(ModelPart(range(0), embedding, head), counted=False)
     host.enter_phase("backward")
     for half in () if head else model.halves:
@@ -144,12 +172,12 @@ def _run_backward(host: Rehearsal, *, split: bool) -> None:
         host.run_held("all")
 
 
-def _on_names(structure: Structure) -> TransformerProgram:
+def _on_names(structure: Structure, *, silent: bool = False) -> TransformerProgram:
     # bytes in flight depend on numbers, which names do not have: memory.py adds them
     overlap = replace(structure.policy.overlap, prefetch=False, defer=False)
     structure = replace(structure, policy=replace(structure.policy, overlap=overlap))
     names = cast(LocalSizes, SizeNames(structure))
-    return TransformerProgram(names, Rehearsal(names, memory=True))
+    return TransformerProgram(names, Rehearsal(names, memory=not silent, silent=silent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +197,15 @@ class Flops:
 
 def flops_per_token(config: ModelConfig, seq: int, policy: Policy = Policy()) -> Flops:
     """Return the FLOPs of forward and backward per token of a sequence of `seq` tokens."""
-    return Flops(_flops(config, seq, "none"), _flops(config, seq, policy.recompute))
+    twice = Policy(recompute=policy.recompute, mlp_chunk=min(seq, policy.mlp_chunk))
+    return Flops(_flops(config, seq, Policy()), _flops(config, seq, twice))
 
 
 @lru_cache(maxsize=256)
-def _flops(config: ModelConfig, seq: int, recompute: Recompute) -> int:
+def _flops(config: ModelConfig, seq: int, policy: Policy) -> int:
     """Return the FLOPs per token of one rank that holds the whole model, from the programs of one and of two layers."""
     one, two = (
-        step_program(
-            LocalSizes(replace(config, layers=layers), Shape(), Policy(recompute=recompute), 1, seq), optimizer=False
-        ).flops
+        step_program(LocalSizes(replace(config, layers=layers), Shape(), policy, 1, seq), optimizer=False).flops
         for layers in (1, 2)
     )
     return (one + (config.layers - 1) * (two - one)) // seq
@@ -219,6 +246,15 @@ class TransformerProgram:
         self.recompute: Recompute = self.policy.recompute
         """What backward computes again in the stage that runs."""
 
+    def expect_weights(self, part: ModelPart) -> None:
+        """Let the engine know the order in which a pass through these units uses weights, as after a first step."""
+        structure, chunked = self.structure, self.structure.chunked and part.head
+        if part.embedding or part.head:
+            structure = structure_of_names(structure, recompute=self.recompute, chunked=chunked)
+        else:
+            structure = structure_of_layers(structure, self.recompute)
+        self.host.expect_weights(TRAINING, weight_order(structure, part))
+
     # --- a step
 
     def step(self, micro_steps: int, *, optimizer: bool, clip: bool) -> None:
@@ -235,7 +271,7 @@ class TransformerProgram:
             host.begin_step(micro_steps)
             for _ in range(micro_steps):
                 host.enter_phase("forward")
-                host.begin_forward("training")
+                host.begin_forward(TRAINING)
                 self.forward(whole_model(self.config.layers), counted=micro_steps > 1)
                 host.enter_phase("backward")
                 host.run_backward()
@@ -306,19 +342,27 @@ class TransformerProgram:
     def blocks_again(self, layers: range, streams: list[PlannedStream]) -> list[PlannedStream]:
         """Run blocks that keep nothing but their input and run again in backward."""
         for index in layers:
-            for half in self.halves:
-                self.host.allocate(half.rest_nbytes, "activations")
-            self.host.on_backward(self._forget_inputs, reads=False)
+            if not self.policy.offload:
+                self._hold_inputs(1)
+            # from the host two inputs are there while a block runs backward: its own, and the one that comes next
+            held = 2 if self.policy.offload else 1
+            self.host.on_backward(partial(self._forget_inputs, held), reads=False)
             streams = self.host.run_twice(
                 lambda index=index, streams=streams: self.engine.take_turns(
                     [self.block(index, *each) for each in zip(streams, self.halves, strict=True)]
                 )
             )
+            if self.policy.offload:
+                self.host.on_backward(partial(self._hold_inputs, held), reads=False)
         return streams
 
-    def _forget_inputs(self) -> None:
+    def _hold_inputs(self, times: int) -> None:
         for half in self.halves:
-            self.host.free(half.rest_nbytes, "activations")
+            self.host.allocate(times * half.rest_nbytes, "activations")
+
+    def _forget_inputs(self, times: int) -> None:
+        for half in self.halves:
+            self.host.free(times * half.rest_nbytes, "activations")
 
     def run_blocks(self, layers: range) -> None:
         """Run blocks by themselves, and receive what the last one adds to the residual stream."""
@@ -707,29 +751,48 @@ class TransformerProgram:
             spreading = self.spread(half, label, nbytes=whole, whole=whole, cut=cut)
             yield
             spreading.land()
-        kept = half.query_statistic_nbytes  # the log of the sum of exponentials
-        if self.config.qk_norm:
-            kept += half.query_statistic_nbytes + half.key_statistic_nbytes
-        if self.config.positions == "rope":  # the rotated q and k, and a copy of v
-            kept += half.query_cut_nbytes + half.local_kv_nbytes
         if self.recompute == "attention":
             # its input is kept anyway, and its output if the product of `out` reads it
             outside = half.read_nbytes + half.kept_output_nbytes
             host.allocate(outside, "activations")
             host.on_backward(lambda: host.free(outside, "activations"), reads=False)
-            host.run_twice(lambda: self.mix(prefix, half, kept))
-        else:  # backward reads q, k and v before the rotation, if a norm or the attention kernel itself read them
-            reads_input = self.config.positions != "rope" or self.config.qk_norm
-            self.mix(prefix, half, kept + (half.read_nbytes if reads_input else 0))
+            host.run_twice(lambda: self.engine.alone(self.mix(prefix, half, self._kept_of_mix(half))))
+        else:
+            yield from self.mix(prefix, half, self._kept_of_mix(half) + self._kept_of_input(half))
         yield from self.contract(
             f"{prefix}.out", half.q, half, size="query_nbytes", nbytes=half.query_nbytes, cut=half.query_cut_nbytes,
             kept=half.kept_query_nbytes,
         )  # fmt: skip
         return self.leave(half, f"{prefix}.out")
 
-    def mix(self, prefix: str, half: LocalSizes, kept: int) -> None:
+    def _kept_of_mix(self, half: LocalSizes) -> int:
+        """Return the bytes that attention keeps beside its input and output."""
+        kept, context = half.query_statistic_nbytes, self.structure.context  # the log of the sum of exponentials
+        if self.config.qk_norm:
+            kept += half.query_statistic_nbytes + half.key_statistic_nbytes
+        if self._makes_anew:
+            kept += half.query_cut_nbytes
+        if context is not None and context.swaps:
+            kept += half.query_cut_nbytes  # the output, before it is swapped back and after
+        if context is not None and not context.hops:
+            kept += half.kept_keys_nbytes  # copies of K and V, in pieces
+        elif self._makes_anew:
+            kept += half.local_kv_nbytes  # k as well, and a copy of v
+        return kept
+
+    def _kept_of_input(self, half: LocalSizes) -> int:
+        """Return the bytes of q, k and v as they were made, if a norm or the attention kernel itself reads them."""
+        return half.read_nbytes if self.config.qk_norm or not self._makes_anew else 0
+
+    @property
+    def _makes_anew(self) -> bool:
+        """Whether attention reads q, k and v that are rotated or of other tokens, not those of the product."""
+        context = self.structure.context
+        return self.config.positions == "rope" or (context is not None and context.swaps)
+
+    def mix(self, prefix: str, half: LocalSizes, kept: int) -> Turns[None]:
         """Run attention between its two products; it keeps `kept` bytes and its output."""
-        host, config = self.host, self.config
+        host, config, context = self.host, self.config, half.structure.context
         q, kv = half.query_cut_nbytes, half.local_kv_nbytes
         if self.engine.recomputing:
             host.enter_part("attention")
@@ -749,6 +812,10 @@ class TransformerProgram:
         if config.positions == "rope":
             host.compute(rotated)
         host.on_backward(rotate_back)
+        if context is not None:
+            stops = self.engine.recomputing and self.recompute == "attention"
+            yield from ContextProgram(host, half, context, prefix, kept).attend(stops=stops)
+            return
         flops, nbytes = half.attention_flops, 2 * q + kv
         host.compute(AttentionOp(f"attention {prefix}", flops, nbytes))
         host.allocate(kept + q, "activations")
@@ -766,6 +833,9 @@ class TransformerProgram:
 
     def mlp(self, prefix: str, half: LocalSizes) -> Turns[None]:
         """Run the MLP up to the product of `down`."""
+        if self.structure.chunks_mlp:
+            yield from self.chunked_mlp(prefix, half)
+            return
         host, layers = self.host, self.structure.up_layers
         gates, hidden, label = len(layers), half.hidden_cut_nbytes, f"{prefix}.{'+'.join(layers)}"
         whole, cut = gates * half.hidden_nbytes, gates * hidden
@@ -792,6 +862,134 @@ class TransformerProgram:
             f"{prefix}.down", half.n, half, size="hidden_nbytes", nbytes=half.hidden_nbytes, cut=hidden,
             kept=half.kept_hidden_nbytes,
         )  # fmt: skip
+
+    def chunked_mlp(self, prefix: str, half: LocalSizes) -> Turns[None]:
+        """Run the MLP in chunks of tokens up to the product of `down`; backward runs each chunk forward again."""
+        host, turn, layers = self.host, self.engine.turn, self.structure.up_layers
+        up = self.weights(f"{prefix}.{'+'.join(layers)}", *(f"{prefix}.{name}" for name in layers))
+        down = self.weights(f"{prefix}.down")
+        chunks = PlannedChunks(self, half, up, down)
+        again = self.engine.recomputing  # nobody reads the result
+        entering = NO_MOVE if again and chunks.rereads else self.enter(half, up.label)
+        if self.structure.over_x:
+            yield
+        entering.land()
+        host.allocate(half.kept_normed_nbytes, "activations")
+        host.expect_gradients(up)
+        host.expect_gradients(down)
+        if not again:
+            keep = chunks.keeps_weights
+            with host.using(up, PRODUCT, turn.of, keep=keep), host.using(down, PRODUCT, turn.of, keep=keep):
+                for tokens in half.mlp_chunks:
+                    chunks.forward(tokens)
+        host.on_backward(lambda: chunks.run_backward(turn))
+
+
+class PlannedChunks:
+    """The chunks of an MLP (`nn.linear.ChunkedMLP`): what each of them computes, sends and allocates."""
+
+    def __init__(self, model: TransformerProgram, half: LocalSizes, up: WeightGroup, down: WeightGroup) -> None:
+        """`up` are the weights that read the input, with a gate or without."""
+        self.model, self.host, self.structure, self.half = model, model.host, model.structure, half
+        self.weights, self.up, self.down = (up, down), up.label, down.label
+        self.gates = len(model.structure.up_layers)
+        self.rereads = model.structure.cuts_rest and not model.policy.keep_gathered
+        """Whether backward gathers the input over x again."""
+        self.may_keep = model.recompute != "block"
+        """Whether weights may stay gathered until backward."""
+        self.keeps_weights = model.structure.keeps_weights and self.may_keep
+
+    def run_backward(self, turn: HalfTurn) -> None:
+        """Run all chunks of a half backward, and hand in the gradients of the weights."""
+        host, half, model, (up, down) = self.host, self.half, self.model, self.weights
+        reread = half.reread_nbytes("entered_nbytes") if self.structure.cuts_rest else 0
+        host.enter_part("reread")
+        host.allocate(reread)
+        if self.rereads:
+            self._land(lambda: operator_messages(half, "gather", "x", half.entered_nbytes, self.up))
+        host.enter_part("backward")
+        host.allocate(half.stream_nbytes)  # the gradient of the input
+        first = host.engine.sums.begun(("product", down.names)) is None
+        made = model.sizes.elements((*up.names, *down.names)) * self.structure.reduce_itemsize if first else 0
+        host.allocate(made, "weights")
+        host.enter_part("regather")
+        with ExitStack() as using:
+            if not self.keeps_weights:
+                matrices = WeightGroup(down.label, self.structure.matrices(down.names), self.may_keep)
+                using.enter_context(host.using(WeightGroup(up.label, up.names, self.may_keep), "again", turn.of))
+                using.enter_context(host.using(matrices, "weights", turn.of))
+            host.enter_part("backward")
+            for tokens in half.mlp_chunks:
+                self.backward(tokens)
+        host.free(made, "weights")
+        for weights in (down, up):
+            host.add_gradients("product", weights, turn.of)
+            if host.memory and turn.index == 0 and self.may_keep:  # backward runs the first half last
+                host.free(model.sizes.kept_elements(weights.names) * self.structure.compute_itemsize, "weights")
+        host.free(reread)
+        host.free(gathered(half))
+        host.free(half.kept_normed_nbytes, "activations")
+
+    def forward(self, tokens: int) -> None:
+        whole, cut = self._activate(tokens, self._wait)
+        self.host.compute(MatmulOp(f"E1 {self.down}", tokens, self.half.n, self.half.k))
+        self.host.free(whole)
+        self.host.free(self.gates * cut)
+
+    def backward(self, tokens: int) -> None:
+        host, half, gates = self.host, self.half, self.gates
+        columns = self._columns
+        whole, cut = self._activate(tokens, self._land)
+        host.compute(MatmulOp(f"E3 {self.down}", half.k, tokens, half.n, is_wgrad=True))
+        host.free(whole)
+        host.compute(MatmulOp(f"E2 {self.down}", tokens, half.k, half.n))
+        host.allocate(whole)
+        self._move(self._land, "reduce", whole, self.down)
+        host.compute(ElementwiseOp(f"dactivate {self.down}", (2 * gates + 1) * cut, fused=True))
+        host.need(gates * cut if gates == 1 else 5 * cut)  # of a gate: its silu, two products, two gradients
+        host.free(whole)
+        self._move(self._land, "gather", gates * whole, self.up)
+        host.allocate(gates * whole)
+        host.need(2 * gates * whole if self.structure.cuts_inner else 0)  # joined after the gather
+        host.compute(MatmulOp(f"E3 {self.up}", columns, tokens, half.k, is_wgrad=True))
+        host.compute(MatmulOp(f"E2 {self.up}", tokens, columns, half.k))
+        host.free(gates * whole)
+        host.free(gates * cut)
+
+    @property
+    def _columns(self) -> int:
+        return self.gates * self.half.n
+
+    def _activate(self, tokens: int, wait: Callable[[Callable[[], list[Collective]]], None]) -> tuple[int, int]:
+        """Compute hidden units, and allocate the activation's input and output; return the bytes of both."""
+        host, half, gates = self.host, self.half, self.gates
+        whole, cut = half.hidden_chunk_nbytes(tokens), half.hidden_chunk_cut_nbytes(tokens)
+        host.compute(MatmulOp(f"E1 {self.up}", tokens, half.k, self._columns))
+        host.need(2 * gates * whole if self.structure.cuts_inner else 0)  # the product, and the copy that is sent
+        self._move(wait, "reduce", gates * whole, self.up)
+        host.allocate(gates * cut)
+        host.compute(ElementwiseOp(f"activate {self.up}", (gates + 1) * cut, fused=True))
+        host.need(gates * cut)
+        self._move(wait, "gather", whole, self.down)
+        host.need(2 * whole if self.structure.cuts_inner else 0)  # joined after the gather
+        host.allocate(whole)
+        return whole, cut
+
+    def _move(
+        self, wait: Callable[[Callable[[], list[Collective]]], None], direction: Direction, nbytes: int, label: str
+    ) -> None:
+        if self.structure.cuts_inner:
+            self.host.compute(ElementwiseOp(f"turn over {label}", 2 * nbytes))
+        if self.structure.over_y:
+            wait(lambda: operator_messages(self.half, direction, "y", nbytes, label))
+
+    def _wait(self, records: Callable[[], list[Collective]]) -> None:
+        self.host.communicate(records)
+
+    def _land(self, records: Callable[[], list[Collective]]) -> None:
+        moving = self.host.launch(records)
+        self.host.engine.wgrad_queue.run_one()
+        moving.wait()
 
 
 class PipelineProgram:

@@ -12,12 +12,11 @@ import textwrap
 from collections.abc import Mapping
 from html import escape
 from itertools import product
-from math import prod
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from fourfold.axes import AXES
+from fourfold.axes import MESSAGE_AXES
 from fourfold.grid import Shape
 from fourfold.report import page
 from fourfold.report.page import Figure, colour, hint, plot_axis, plot_layout, section
@@ -35,7 +34,7 @@ from fourfold.report.plan_text import (
     searched,
     why_title,
 )
-from fourfold.report.units import DASH, count, duration, money, nbytes, percent
+from fourfold.report.units import DASH, count, duration, money, nbytes, percent, plural
 
 PLAN_POLICY = page.POLICY.replace("script-src 'unsafe-inline'", "script-src 'unsafe-inline' 'unsafe-eval'")
 """The policy of a report plus eval: plotly compiles the drawing code of `scattergl` on the page. Nothing is loaded."""
@@ -93,7 +92,8 @@ def plan_page(document: PlanDocument, plotly_js: str) -> str:
         f"{count(document['batch_tokens'])} tokens per step in sequences of {document['seq']:,}",
         f"searched: {searched(document)}",
     ]
-    assumptions = [line for line in (machine["about"], *document["assumptions"]) if line]
+    failures = (document.get("failures") or {"assumptions": ()})["assumptions"]
+    assumptions = [line for line in (machine["about"], *document["assumptions"], *failures) if line]
     body = [
         page.header("Plan", model["name"], f"{devices} of {machine['name']}", facts),
         _answer(document),
@@ -114,7 +114,7 @@ def _answer(document: PlanDocument) -> str:
     words = " ".join(f"<span>{escape(word)}</span>" for word in command(document).split(" "))
     config = _copyable(f"{document['model']['name']}.toml", "config", escape(document["config_toml"]))
     return (
-        f'<section class="answer"><h2>The fastest grid</h2><p class="winner">{" ".join(axes) or "one device"}</p>'
+        f'<section class="answer"><h2>The best grid</h2><p class="winner">{" ".join(axes) or "one device"}</p>'
         f"{hint(f'Rank order, fastest axis first: {order_name(best)}.')}"
         f'<dl class="cards">{shown}</dl><div class="pair"><div>{page.bullets(reasons_it_wins(document))}'
         f'<ul class="policy">{policy}</ul>{_copyable("Run it", "command", words)}</div>{config}</div></section>'
@@ -236,6 +236,9 @@ def cards(document: PlanDocument, entry: PlannedGrid) -> list[tuple[str, str, st
     """Return the key figures of a grid: label, value, detail."""
     exposed, usable = sum(entry["exposed_seconds"].values()), document["machine"]["usable_bytes"]
     whole = []
+    if document.get("failures"):
+        every = f"a checkpoint every {duration(entry['interval_seconds'])}, {plural(entry['interval_steps'], 'step')}"
+        whole.append(("Goodput", percent(entry["goodput"]), every))
     if document.get("training"):
         asked, takes = document["training"], entry["training"]
         whole.append(("Training", duration(3600 * takes["hours"]), f"{count(asked['tokens'])} tokens"))
@@ -283,8 +286,9 @@ def policy_words(entry: PlannedGrid) -> list[tuple[str, str]]:
 
 def link(document: PlanDocument, entry: PlannedGrid, axis: str) -> dict[str, Any]:
     """Return how the ranks of an axis lie on the nodes, and how long its rings are on the links."""
-    place, size = entry["order"].index(axis), entry["grid"][axis]
-    stride = prod(entry["grid"][faster] for faster in entry["order"][:place])
+    shape = Shape(**entry["grid"], order=entry["order"])
+    stride, _ = shape.strides(axis)[0]
+    size = entry["grid"][axis]
     where = whereabouts(stride, size, document["devices"], document["machine"]["devices_per_node"])
     speed = entry.get("bandwidth", {}).get(axis)
     exposed, seconds = (entry[name].get(axis, 0.0) for name in ("exposed_seconds", "link_seconds"))
@@ -316,7 +320,7 @@ def plan_figures(document: PlanDocument) -> dict[str, Figure]:
 def _tradeoff(document: PlanDocument) -> Figure:
     """Draw every grid as a point, seconds against memory. The last trace is a ring around the selected grid."""
     grids, estimated = document["grids"], document.get("estimated", [])
-    legend = ("compute", "host", *AXES)  # the order of the legend; anything else comes last
+    legend = ("compute", "host", *MESSAGE_AXES)  # the order of the legend; anything else comes last
     bounds = sorted(
         {entry["bound_by"] for entry in grids},
         key=lambda bound: (legend.index(bound) if bound in legend else len(legend), bound),
@@ -397,7 +401,7 @@ def _hover(entry: PlannedGrid) -> str:
 
 def _parts(grids: list[PlannedGrid]) -> Figure:
     """Draw the step of each grid as one bar: computation, the exposed time over each axis, then what remains."""
-    axes = [axis for axis in AXES if any(axis in entry["exposed_seconds"] for entry in grids)]
+    axes = [axis for axis in MESSAGE_AXES if any(axis in entry["exposed_seconds"] for entry in grids)]
     parts = {"compute": ("compute", [entry["compute_seconds"] for entry in grids])}
     for axis in axes:
         parts[axis] = f"exposed over {axis}", [entry["exposed_seconds"].get(axis, 0.0) for entry in grids]
@@ -431,7 +435,7 @@ def _parts(grids: list[PlannedGrid]) -> Figure:
 
 def _timeline(events: list[Mapping[str, Any]]) -> Figure:
     """Draw the work of the device and the messages of each axis over time, a track for each."""
-    tracks = ["compute", *(axis for axis in AXES if any(event["track"] == axis for event in events))]
+    tracks = ["compute", *(axis for axis in MESSAGE_AXES if any(event["track"] == axis for event in events))]
     traces = []
     for track, phase in product(tracks, PHASES):
         found = [event for event in events if event["track"] == track and event["phase"] == phase]

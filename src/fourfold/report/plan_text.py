@@ -18,7 +18,7 @@ from io import StringIO
 from itertools import groupby
 from typing import Any
 
-from fourfold.axes import AXES, PIPE
+from fourfold.axes import MESSAGE_AXES, PIPE
 from fourfold.grid import Shape
 from fourfold.report.units import DASH, aligned, count, duration, money, nbytes, percent, plural
 
@@ -57,15 +57,19 @@ def plan_table(document: PlanDocument, top: int, *, width: int | None = None, co
         raise ValueError(f"top={top}: a table must show at least 1 grid")
     width = _terminal_width() if width is None else width
     shown = document["grids"][:top]
-    axes = [axis for axis in AXES if any(axis in entry["link_seconds"] for entry in shown)]
+    axes = [axis for axis in MESSAGE_AXES if any(axis in entry["link_seconds"] for entry in shown)]
     head, rows = _fitted(shown, axes, document.get("training"), width)
     lines = [*((line, "bold") for line in _wrapped([headline(document)], width)), ("", ""), (head, "bold")]
     for place, (first, *rest) in enumerate(rows):
         lines += [(first, "" if place else "green"), *((line, "dim") for line in rest)]
     if pipelines := [f"#{entry['rank']} {pipeline_text(entry)}" for entry in shown if entry.get("pipeline")]:
         lines += [("", ""), *((line, "") for line in _wrapped(pipelines, width))]
+    if held := _wrapped(robust_text(document), width):
+        lines += [("", ""), *((line, "") for line in held)]
     if whole := _wrapped(training_text(document), width):
         lines += [("", ""), *((line, "bold") for line in whole)]
+    if said := _wrapped(goodput_text(document), width):
+        lines += [*([] if whole else [("", "")]), *((line, "") for line in said)]
     lines += [("", ""), *((line, "dim") for line in _wrapped(_legend(document, axes), width))]
     if colour is None:
         colour = sys.stdout.isatty()
@@ -79,10 +83,11 @@ def pipeline_text(entry: PlannedGrid) -> str:
     order = "" if stages == pipe else f" on pipe ranks {_runs(found['placement'])}"
     recompute = dict.fromkeys(found["recompute"])
     again = next(iter(recompute)) if len(recompute) == 1 else f"by stage {_runs(found['recompute'])}"
+    batches = f"{found['micro_steps']:,} micro-batch{'' if found['micro_steps'] == 1 else 'es'}"
     return (
-        f"pipe={pipe}: layers by stage {_runs(found['layers'])}{order}; {found['schedule']} with "
-        f"{found['micro_steps']:,} micro-batches, bubble {percent(found['bubble'])}; recompute {again}; peak by pipe "
-        f"rank {_runs([nbytes(size) for size in found['peak_bytes']])}."
+        f"pipe={pipe}: layers by stage {_runs(found['layers'])}{order}; {found['schedule']} with {batches}, bubble "
+        f"{percent(found['bubble'])}; recompute {again}; peak by pipe rank "
+        f"{_runs([nbytes(size) for size in found['peak_bytes']])}."
     )
 
 
@@ -111,7 +116,7 @@ def asked_pair(document: PlanDocument) -> list[tuple[str, str, str, str]]:
     if one is None or other is None:
         return []
     left, right = one["exposed_seconds"], other["exposed_seconds"]
-    axes = [axis for axis in AXES if axis in left or axis in right]
+    axes = [axis for axis in MESSAGE_AXES if axis in left or axis in right]
     hosts = [entry.get("host_seconds", 0.0) for entry in (one, other)]
     pairs = [
         ("step", one["seconds"], other["seconds"], duration),
@@ -188,13 +193,57 @@ def reasons_it_wins(document: PlanDocument) -> list[str]:
         said.append(f"{percent(hidden)} of the {duration(sent)} on the links{inside} is hidden behind computation.")
     if others:
         more, reason = others[0]["seconds"] - best["seconds"], others[0]["reason"]
-        takes = f"takes {duration(more)} ({percent(more / best['seconds'])}) longer" if more > 0 else "takes as long"
-        said.append(f"The next best, {grid_name(others[0]['grid'])}, {takes}{f': {reason}' if reason else ''}.")
+        name = grid_name(others[0]["grid"])
+        if more >= 0:
+            takes = f"takes {duration(more)} ({percent(more / best['seconds'])}) longer" if more else "takes as long"
+            said.append(f"The next best, {name}, {takes}{f': {reason}' if reason else ''}.")
+        else:  # a robust choice need not be the fastest
+            takes = f"takes {duration(-more)} ({percent(-more / best['seconds'])}) less by the machine file"
+            said.append(f"{name} {takes}, but loses more if the file is off.")
     if best.get("pipeline"):
         said.append(f"Its stages, {pipeline_text(best)}")
-    usable = document["machine"]["usable_bytes"]
-    said.append(f"A device needs {nbytes(best['peak_bytes'])} of the {nbytes(usable)} that it can use.")
-    return [*said, *training_text(document)]
+    return [*said, *robust_text(document), *training_text(document), *goodput_text(document)[:-1]]
+
+
+def robust_text(document: PlanDocument) -> list[str]:
+    """Return sentences about how sure a plan is: its band, its regret, what is an estimate; and what would help."""
+    best, machine, said = document["grids"][0], document["machine"], []
+    if robust := document.get("robust"):
+        low, high = robust["band_seconds"]
+        worst, fastest = robust["worst"], robust["fastest"]
+        band = f"A step takes {duration(low)} to {duration(high)}, as far as the machine file may be off."
+        regret = f"at worst {percent(worst['regret'])} longer than the best of {robust['candidates']} candidates"
+        chosen = f"The choice takes {regret} ({worst['scenario']})"
+        if worst["regret"] is not None and worst["regret"] < 5e-4:
+            chosen = f"The choice is the best of {robust['candidates']} candidates in every case"
+        if fastest["chosen"]:
+            said.append(f"{band} {chosen}; it is also the fastest by the file.")
+        else:
+            off = "does not fit" if fastest["regret"] is None else f"takes up to {percent(fastest['regret'])} longer"
+            off = f"{off} ({fastest['scenario']})"
+            if fastest["regret"] is not None and fastest["regret"] < 5e-4:
+                off = "is about as good, but less simple"
+            elif None not in (fastest["regret"], worst["regret"]) and fastest["regret"] <= worst["regret"]:
+                off = f"{off}, but is less simple"  # of candidates about as good the simplest is chosen
+            grid = grid_name(fastest["grid"])
+            grid = f"{grid} with other settings" if fastest["grid"] == best["grid"] else grid
+            said.append(f"{band} {chosen}; {grid}, {duration(fastest['seconds'])} by the file (--risk fastest), {off}.")
+    if uncertain := machine.get("uncertain"):
+        said.append(f"{uncertain_text(uncertain)}.")
+    usable = machine["usable_bytes"]
+    left = nbytes(max(0, usable - best["peak_bytes"]))
+    said.append(
+        f"A device needs {nbytes(best['peak_bytes'])} of the {nbytes(usable)} that it can use: {left} are left."
+    )
+    if found := document.get("helps"):
+        named = [one["what"] + ("" if one["gain"] is None else f" (+{percent(one['gain'])})") for one in found]
+        said.append(f"What would help: {'; '.join(named)}.")
+    return said
+
+
+def uncertain_text(kinds: Sequence[str]) -> str:
+    """Return which constants of a machine file were not measured, without a full stop."""
+    return f"Estimates or fitted, which fourfold calibrate would measure: {', '.join(kinds)}"
 
 
 def training_text(document: PlanDocument) -> list[str]:
@@ -209,7 +258,29 @@ def training_text(document: PlanDocument) -> list[str]:
     )
     if asked["price"] is not None:
         said += f", which cost {money(best['cost'])} at {asked['price']:g} each"
-    return [f"{said}; evaluation, checkpoints and restarts come on top."]
+    return [f"{said}; evaluation comes on top."]
+
+
+def goodput_text(document: PlanDocument) -> list[str]:
+    """Return sentences about the goodput of the best grid and its checkpoints; none in a plan without failures."""
+    failures, best = document.get("failures"), document["grids"][0]
+    if not failures:
+        return []
+    said = f"Goodput {best['goodput']:.1%} with failures and checkpoints"
+    if best.get("training"):
+        said += f"; without them it would be {duration(3600 * best['training']['undisturbed_hours'])}"
+    every = f"{duration(best['interval_seconds'])} ({plural(best['interval_steps'], 'step')})"
+    if failures["optimum_seconds"] > failures["recommended_seconds"]:
+        every += f"; {duration(failures['optimum_seconds'])} would lose a little less on average, but more at once"
+    job = (
+        f"The job fails once in {duration(failures['between_failures_seconds'])}; a checkpoint has "
+        f"{nbytes(failures['checkpoint_bytes'])}, stops training for {duration(failures['stop_seconds'])}, and is "
+        f"complete {duration(failures['write_seconds'])} later"
+    )
+    return [
+        f"{said}. Best checkpoint interval: {every}.",
+        f"{job}. Assumed: {'; '.join(failures['assumptions'])}.",
+    ]
 
 
 def named_policies(entry: PlannedGrid) -> list[str]:
@@ -225,6 +296,8 @@ def next_commands(document: PlanDocument, arguments: Sequence[str]) -> list[str]
     if not document["config_toml"]:
         return found  # a module of the user's own
     config = config_name(document)
+    if config in arguments:  # the model itself is a file of that name
+        config = f"run-{config}"
     if "--config" in arguments:
         config = arguments[list(arguments).index("--config") + 1]
     else:

@@ -38,7 +38,7 @@ from fourfold.shape import Shape
 FILES = ("config.toml", "run.json", "metrics.jsonl")
 """Files that every run folder has."""
 
-NOT_DRAWN = ("end", "profile", "compared", "saved")
+NOT_DRAWN = ("end", "profile", "compared", "corrected", "saved")
 """Events of `metrics.jsonl` that the figures do not need: their numbers have own files, or are in `run.json`."""
 
 

@@ -587,7 +587,27 @@ def _plan(run: RunData, drawn: Mapping[str, Figure]) -> list[str]:
         return [section("Plan and run", hint(f"The planner could not price this run: {why}."))]
     head = ("per step", "predicted", "measured", "measured / predicted")
     more = table(head, _plan_rows(run)) + hint(" ".join(_plan_notes(run)))
-    return [_figure("plan", "Plan and run", drawn, more=more) if "plan" in drawn else section("Plan and run", more)]
+    figure = _figure("plan", "Plan and run", drawn, more=more) if "plan" in drawn else section("Plan and run", more)
+    return [figure, *_correction(run)]
+
+
+def _correction(run: RunData) -> list[str]:
+    """Return the parts of a step beside their predictions, and what they correct, if the run has measured them."""
+    corrected = run.facts.get("corrected")
+    parts = corrected.get("parts") if isinstance(corrected, Mapping) else None
+    if not isinstance(corrected, Mapping) or not isinstance(parts, Mapping):
+        return []
+
+    def pair(part: str) -> Pair:
+        predicted, measured = (run.number("corrected", "parts", part, kind) for kind in ("predicted", "measured"))
+        return predicted, measured
+
+    rows = [_plan_row(part, pair(part), duration) for part in parts]
+    steps, said = corrected.get("steps"), corrected.get("said")
+    traced = f"Measured in steps {' to '.join(map(str, steps))}, which were traced." if isinstance(steps, list) else ""
+    texts = [text for text in (traced, *(said if isinstance(said, list) else ())) if isinstance(text, str) and text]
+    head = ("part of a step", "predicted", "measured", "measured / predicted")
+    return [section("The parts of a step", table(head, rows) + "".join(map(hint, texts)))]
 
 
 def _plan_rows(run: RunData) -> Iterator[Sequence[str]]:

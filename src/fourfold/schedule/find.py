@@ -72,6 +72,14 @@ def find(
     return best if search.is_optimal(best) else search.best_named(best)
 
 
+def least_seconds(
+    placement: Sequence[int], micro_steps: int, seconds: StageSeconds, hop: float | Sequence[float] = 0.0
+) -> float:
+    """Return a time that no schedule of this question is below."""
+    search = _ListSearch(tuple(placement), micro_steps, seconds, hop, None, None)
+    return search.least * search.tick
+
+
 class _ListSearch:
     """One search: its question in whole numbers, and the lists that it builds."""
 
@@ -118,17 +126,16 @@ class _ListSearch:
 
         A list that knows of messages takes an F because a B arrives a little later, and may lose more than the message.
         """
-        if not self.has_short_messages:
-            return self._best_of(MOST_ACTIONS)
-        best = self._best_of(MOST_ACTIONS // 2)
-        if self.is_optimal(best):
+        schedule, name = self._best_of(MOST_ACTIONS // 2 if self.has_short_messages else MOST_ACTIONS)
+        best = FoundSchedule(play(schedule, self.seconds, self.hop), name)
+        if not self.has_short_messages or self.is_optimal(best):
             return best
         search = _ListSearch(self.placement, self.micro_steps, self.seconds, 0.0, self.memory, self.weights)
-        other = search._best_of(MOST_ACTIONS // 2)
-        played = play_within(other.schedule, self.seconds, self.hop, best.played.makespan)
+        schedule, name = search._best_of(MOST_ACTIONS // 2)
+        played = play_within(schedule, self.seconds, self.hop, best.played.makespan)
         if played is None or played.makespan >= best.played.makespan:
             return best
-        return FoundSchedule(played, f"{other.name}, as if without messages")
+        return FoundSchedule(played, f"{name}, as if without messages")
 
     @property
     def has_short_messages(self) -> bool:
@@ -136,8 +143,8 @@ class _ListSearch:
         longest = max(self.hops, default=0)
         return 0 < longest <= SHORT_MESSAGE * max(map(max, self.ticks.values()))
 
-    def _best_of(self, left: int) -> FoundSchedule:
-        """Return the fastest list that fits the memory, of lists that have so many actions together."""
+    def _best_of(self, left: int) -> tuple[Schedule, str]:
+        """Return the fastest list that fits the memory, and its name, of lists that have so many actions together."""
         best: tuple[int, str, list[list[tuple[int, int, int]]]] | None = None
         for admission, lower, patience in self._knobs():
             if left <= 0 or (best is not None and best[0] <= self.least):
@@ -154,8 +161,7 @@ class _ListSearch:
         if best is None:
             raise RuntimeError("the first list fits every memory that holds one micro-batch on each rank")
         orders = tuple(tuple(Action(LISTED[kind], s, i) for kind, s, i in order) for order in best[2])
-        schedule = Schedule(self.stages, self.micro_steps, self.placement, orders)
-        return FoundSchedule(play(schedule, self.seconds, self.hop), best[1])
+        return Schedule(self.stages, self.micro_steps, self.placement, orders), best[1]
 
     def best_named(self, best: FoundSchedule) -> FoundSchedule:
         """Return the fastest of this schedule and the named ones of the same placement that fit the memory."""

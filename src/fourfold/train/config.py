@@ -21,7 +21,7 @@ from typing import Any, Literal, cast, get_type_hints
 import torch
 
 from fourfold import models
-from fourfold.axes import AXES, AXIS_MEANINGS, PIPE
+from fourfold.axes import AXES, AXIS_MEANINGS, CONTEXT, PIPE
 from fourfold.errors import nearest
 from fourfold.grid import Shape
 from fourfold.job import START_SECONDS
@@ -142,16 +142,23 @@ def _axis_text(axis: str) -> str:
 
 
 class GridKeys:
-    """Sizes of the axes. If none is given, the planner finds the fastest grid for the number of ranks.
+    """Sizes of the axes. If none is given, the planner chooses the grid that loses least if the machine is not as
+    its file says.
 
-    These are the methods of `GridSection`, and the one key that is not the size of an axis.
+    These are the methods of `GridSection`, and the one key that is not a size.
     """
 
+    context: int
     order: tuple[str, ...]
     """The axes in which consecutive ranks differ, fastest-varying first. The planner may change the default order."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, **dict.fromkeys(AXES, 1))
+        require_at_least(self, **dict.fromkeys((*AXES, CONTEXT), 1))
+        if self.auto and self.context > 1:
+            raise ValueError(
+                f"context={self.context} needs a grid whose z and data it divides, such as "
+                f"--grid z={self.context},context={self.context}; --grid auto without it has one where it helps"
+            )
 
     @property
     def auto(self) -> bool:
@@ -159,13 +166,15 @@ class GridKeys:
 
     @property
     def shape(self) -> Shape:
-        return Shape(**{axis: getattr(self, axis) or 1 for axis in AXES}, order=self.order)
+        sizes = {axis: getattr(self, axis) or 1 for axis in AXES}
+        return Shape(**sizes, order=self.order, context=1 if self.auto else self.context)
 
 
 GridSection = make_dataclass(
     "GridSection",
     [
         *((axis, int | None, field(default=None, metadata={MEANING: _axis_text(axis)})) for axis in AXES),
+        (CONTEXT, int, field(default=1, metadata={MEANING: _axis_text(CONTEXT)})),
         ("order", tuple[Literal[AXES], ...], AXES),  # type: ignore[valid-type]
     ],
     bases=(GridKeys,),
@@ -215,7 +224,9 @@ class PolicyKeys:
         )
         given = {name: getattr(self, name) for name in LEFT_OPEN}
         values = [LEFT_OPEN[name] if value == AUTO else (value,) for name, value in given.items()]
-        return [replace(policy, **dict(zip(given, chosen, strict=True))) for chosen in product(*values)]
+        found = [replace(policy, **dict(zip(given, chosen, strict=True))) for chosen in product(*values)]
+        found[-1].require_offload()  # the last needs the least memory: blocks run again, unless the keys say otherwise
+        return [each for each in found if each.runs_blocks_again or not each.offload]
 
 
 PolicySection = make_dataclass(
@@ -290,6 +301,13 @@ class DataSection:
     """The token that ends a document, or its id, if the tokenizer.json has an unusual name for it."""
     documents: bool = False
     """Whether attention stays inside each of the documents that share a row."""
+    pack: Literal["windows", "whole"] = "windows"
+    """What rows consist of: windows of batch.seq tokens, in which documents begin and end anywhere; or whole documents,
+    which fill bags of several rows, so that they may be longer than batch.seq, and are kept apart."""
+    bag_rows: int | None = None
+    """The rows of batch.seq tokens in a bag of whole documents; by default all that a place has in a micro-batch, but
+    no more than a model has learned positions for. Longer documents are cut. Runs with equal bags read equal
+    batches."""
     held_out: float = 0.01
     """The share of every source, at its end, that is only used for evaluation."""
     changed: Literal["refuse", "accept"] = "refuse"
@@ -301,6 +319,12 @@ class DataSection:
             raise ValueError("sources is empty; give at least one, such as standard-library")
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out={self.held_out} must be at least 0 and below 1")
+        require_at_least(self, bag_rows=1)
+
+    @property
+    def apart(self) -> bool:
+        """Whether attention stays inside documents."""
+        return self.documents or self.pack == "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -631,8 +655,9 @@ class PlanSection:
     machine: str = AUTO
     """A packaged machine or the path of a machine file; auto is the packaged machine most like this one."""
     compare: Literal["auto"] | bool = "auto"
-    """Whether to predict the step time at the start, and compare it with the first measured steps. auto does so if
-    `machine` is a file, such as `fourfold calibrate` writes: a packaged machine is not the one at hand."""
+    """Whether to predict the step time at the start, compare it with the first measured steps, and write the machine
+    file corrected by them into the run's folder. auto does so if `machine` is a file, such as `fourfold calibrate`
+    writes: a packaged machine is not the one at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -747,7 +772,7 @@ def read_config(
     if forget_grid and isinstance(table.get("grid"), dict):
         if forget_stages and (table["grid"].get(PIPE) or 1) != dict(changes).get(f"grid.{PIPE}", 1):
             table.pop("pipeline", None)
-        table["grid"] = {key: value for key, value in table["grid"].items() if key not in AXES}
+        table["grid"] = {key: value for key, value in table["grid"].items() if key not in (*AXES, CONTEXT)}
     for key, value in changes:
         _put(table, key, value)
     with naming("" if path is None else str(path)):

@@ -8,10 +8,11 @@ somebody watches, so its batch is small.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import log2, sqrt
+from math import log2
 
 from fourfold.axes import PIPE
 from fourfold.models.config import ModelConfig
+from fourfold.planner.goodput import MOST_SECONDS, FailureRates
 from fourfold.shape import Shape
 from fourfold.train.config import TrainConfig
 
@@ -29,18 +30,11 @@ OWN_TOKENS, OWN_SEQ, OWN_RATE = 8192, 1024, 3e-4
 """Tokens of a rank's batch, tokens of a sequence, and learning rate on a GPU for a module of the user."""
 LEAST_WARMUP, MOST_WARMUP = 10, 2000
 """Bounds of the steps of warm-up. Between them it is one step in fifty."""
-DEVICE_HOURS = 50_000
-"""Hours between two failures of one device, with all that belongs to it: Llama 3 was interrupted 419 times in 54 days
-on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
-STAGING_BYTES_PER_SECOND = 5e9
-"""The speed at which a rank copies its part of the state to host memory, while training waits."""
-LEAST_MINUTES, MOST_MINUTES = 5.0, 30.0
-"""Bounds of the minutes between checkpoints: nobody wants to lose more than half an hour."""
+LEAST_MINUTES = 5.0
+"""The fewest minutes between checkpoints by default, since storage may be slower than assumed."""
 MICRO_STEPS_PER_PIPE_RANK = 2
 """Micro-batches for each pipe rank, at least: 1F1B then idles for less than a third of a step, (pipe - 1) of
 micro-batches + pipe - 1."""
-STATE_BYTES = 12
-"""Bytes of a checkpoint per parameter: the weight and AdamW's two moments in fp32."""
 
 
 def sequence(model: ModelConfig | None, *, on_gpu: bool) -> int:
@@ -74,13 +68,8 @@ def warmup(steps: int) -> int:
 
 
 def checkpoint_minutes(model: ModelConfig, devices: int) -> float:
-    """Return the minutes between checkpoints that lose the least time: sqrt(2 d f), by Young's formula.
-
-    d is the time that a save makes training wait, f the time between two failures of the job.
-    """
-    waits = model.parameters * STATE_BYTES / devices / STAGING_BYTES_PER_SECOND
-    best = sqrt(2 * waits * DEVICE_HOURS * 3600 / devices) / 60
-    return float(round(max(LEAST_MINUTES, min(MOST_MINUTES, best))))
+    """Return the minutes between checkpoints that lose the least time, by the rates that `planner.goodput` assumes."""
+    return float(round(max(LEAST_MINUTES, FailureRates().job(model.parameters, devices).recommended / 60)))
 
 
 def rows_near(tokens: float, seq: int, devices: int) -> int:
@@ -97,9 +86,9 @@ def pipe_micro_steps(rows: int, shape: Shape) -> int:
     They divide the rows of a place. If a place has too few rows, every row is a micro-batch. Rows that places cannot
     share are one, and `planning.resolve` refuses them.
     """
-    if rows % shape.places:
+    if rows % shape.row_places:
         return 1
-    most = max(1, rows // shape.places)
+    most = max(1, rows // shape.row_places)
     enough = range(MICRO_STEPS_PER_PIPE_RANK * shape.sizes[PIPE], most)
     return next((number for number in enough if most % number == 0), most)
 
@@ -121,7 +110,7 @@ def fill_in(config: TrainConfig, ranks: int, *, on_gpu: bool) -> TrainConfig:
     if not rows:
         tokens = _own_tokens(ranks, on_gpu=on_gpu) if model is None else batch_tokens(model, on_gpu=on_gpu)
         rows = rows_near(tokens, seq, ranks)
-        places = (ranks if ranks <= rows else 1) if config.grid.auto else shape.places
+        places = (ranks if ranks <= rows else 1) if config.grid.auto else shape.row_places
         unit = places * (batch.micro_steps or 1)
         enough = MICRO_STEPS_PER_PIPE_RANK * shape.sizes[PIPE] * places
         if not config.grid.auto and shape.sizes[PIPE] > 1 and not batch.micro_steps and enough <= rows:
@@ -131,6 +120,6 @@ def fill_in(config: TrainConfig, ranks: int, *, on_gpu: bool) -> TrainConfig:
     if optimizer.learning_rate is None:
         optimizer = replace(optimizer, learning_rate=OWN_RATE if model is None else learning_rate(model))
     if checkpoint.minutes is None:
-        minutes = MOST_MINUTES if model is None else checkpoint_minutes(model, ranks)
+        minutes = MOST_SECONDS / 60 if model is None else checkpoint_minutes(model, ranks)
         checkpoint = replace(checkpoint, minutes=minutes)
     return replace(config, batch=replace(batch, rows=rows, seq=seq), optimizer=optimizer, checkpoint=checkpoint)

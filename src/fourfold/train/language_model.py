@@ -127,7 +127,9 @@ class ReferenceModel(LanguageModel):
             ends = self.schedule.placement[0], self.schedule.placement[-1]
             if self.config.tied and ends[0] != ends[1]:
                 self.copies = Copies("embedding.weight", ends)
-        self._local_rows = batch.rows // batch.micro_steps // grid.shape.places
+        bag_rows = config.data.bag_rows or 1
+        self._sizes = batch.rows // batch.micro_steps // grid.shape.row_places // bag_rows, bag_rows * batch.seq
+        """The rows of a place in a micro-batch, and their tokens."""
 
     @property
     def parameters(self) -> int:
@@ -139,7 +141,8 @@ class ReferenceModel(LanguageModel):
         return sum(prod(spec.shape) for name, spec in specs_of(self.module).items() if is_lora(name))
 
     def loss(self, batch: TokenBatch, count: Tensor | None) -> Tensor:
-        return self.module(batch.tokens, batch.targets, positions=batch.positions, count=count)
+        known = dict(positions=batch.positions, documents=batch.documents)
+        return self.module(batch.tokens, batch.targets, **known, count=count)
 
     def forward_backward(self, batches: Sequence[TokenBatch]) -> Tensor:
         if self.schedule is None:
@@ -150,15 +153,13 @@ class ReferenceModel(LanguageModel):
     @cached_property
     def kept_bytes(self) -> dict[str, int]:
         """Bytes that one rank keeps for backward, by kind of recompute."""
-        batch, documents = self._run.batch, self._run.data.documents
-        sizes = self._local_rows, batch.seq
-        dtype = self._run.policy.parameters
-        return kept_bytes(self.config, self.grid, self._policy, *sizes, dtype=dtype, documents=documents)
+        dtype, documents = self._run.policy.parameters, self._run.data.apart
+        return kept_bytes(self.config, self.grid, self._policy, *self._sizes, dtype=dtype, documents=documents)
 
     def facts(self) -> RunEvent:
         if self._lora is not None:
             return {"trained_parameters": self._pairs, "recompute": self._policy.recompute}
-        halves = self.module.halves(self._local_rows, self._run.batch.seq)  # type: ignore[operator]
+        halves = self.module.halves(*self._sizes)  # type: ignore[operator]
         return {"kept_bytes": self.kept_bytes, "recompute": self._policy.recompute, "halves": halves._asdict()}
 
     def notes(self) -> list[str]:

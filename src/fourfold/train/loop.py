@@ -56,6 +56,7 @@ from fourfold.step_graph import StepGraph
 from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts, restore
 from fourfold.train.config import DTYPES, SCHEDULE_FILE, OptimizerSection, TrainConfig
 from fourfold.train.console import warn
+from fourfold.train.correction import LAST_WAIT, RunCorrection, steps_to_trace
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
 from fourfold.train.language_model import build_model, vocab_of
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
@@ -93,6 +94,8 @@ class StepInFlight:
     clipped: Clipped
     data: dict[str, Any]
     """The loader's state after this step."""
+    real_tokens: int
+    """The tokens of the whole batch without padding of bags."""
     metrics: Callable[[], StepMetrics]
     """Returns the metrics of the step once the device has finished it."""
 
@@ -124,10 +127,9 @@ class Run:
         weights = [source.weight for source in data.sources]
         vocab = vocab_of(config)
         rows = batch.rows // batch.micro_steps
-        common: dict[str, Any] = dict(seq=batch.seq, vocab=vocab, held_out=data.held_out, documents=data.documents)
-        self.loader = Loader(
-            self.sources, weights, grid, rows=batch.rows, micro_steps=batch.micro_steps, seed=seed, **common
-        )
+        common: dict[str, Any] = dict(seq=batch.seq, vocab=vocab, held_out=data.held_out, documents=data.apart)
+        steps: dict[str, Any] = dict(rows=batch.rows, micro_steps=batch.micro_steps, bag_rows=data.bag_rows, seed=seed)
+        self.loader = Loader(self.sources, weights, grid, **steps, **common)
         self.evaluation = None
         if config.train.evaluate_every and data.held_out:
             batches = config.train.evaluate_batches * batch.micro_steps
@@ -174,6 +176,7 @@ class Run:
         self.guard = NoGuard()
         self._lock: FolderLock | None = None
         self._prediction_check: PredictionCheck | None = None
+        self._correction: RunCorrection | None = None
         self._in_flight: deque[StepInFlight] = deque()
 
     def _enter(self, phase: Phase) -> None:
@@ -190,7 +193,7 @@ class Run:
             "torch": torch.__version__,
             "device": name,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "grid": shape.sizes,
+            "grid": shape.named,
             "order": list(shape.order),
             "ranks": shape.world,
             "model": self.config.model.name,
@@ -230,6 +233,10 @@ class Run:
                 )
 
         self.alarm.enter(Phase.BEGINNING)
+        if self.config.plan.compare is True and not self.profile.steps:
+            # every rank traces: one that is slowed down alone would make the others wait
+            steps = steps_to_trace(self.step, self.config.train.steps)
+            self.profile = StepProfiler(steps, self.grid, self.profile.folder, keep=False)
         try:
             self.grid.run_on_rank0("starting the run", lambda: self._prepare_folder(sinks, start or Start()))
             self.grid.run_together("finding the run's folder", find_folder)
@@ -259,14 +266,17 @@ class Run:
             if before := earlier_parts(self.out, start.step):
                 self.stored["resumed"] = before
         if self.config.plan.compare:
-            predicted = predict_run(self.config, self.grid, self.profile.steps, self.profile.folder)
-            self.stored["predicted"], self._prediction_check = predicted
+            traces = self.profile.folder if self.profile.keep else None
+            predicted = predict_run(self.config, self.grid, self.profile.steps, traces)
+            self.stored["predicted"], self._prediction_check, price = predicted
+            if price is not None and self.config.plan.compare is True:
+                self._correction = RunCorrection(price, self.config, self.out)
         write_json(self.out / "run.json", strict(self.stored))
         self.sinks = list(sinks())
         for found, path in kept:
             again = f"steps {start.step + 1} to {found.step} are trained again"
             self._note(f"passed over {found.folder}, now {path.name}, because {found.why}; {again}")
-        for text in self._load_notes:
+        for text in (*self._load_notes, *self.loader.notes):
             self._note(text)
         if start.step:
             where = {"grid": str(self.grid.shape), "checkpoint": str(start.checkpoint)}
@@ -297,6 +307,8 @@ class Run:
             self._read_steps()
             if self._prediction_check is not None:
                 self._record_comparison(self._prediction_check.finish())
+            # whoever stops a run waits for it to end; without a signal the correction of a short run is worth seconds
+            self._record_correction(0.0 if self.stopped else LAST_WAIT)
         except KeyboardInterrupt as error:
             reason, failed = End.INTERRUPTED, error
             raise
@@ -406,7 +418,9 @@ class Run:
         self._read_steps(leave=1 if self.meter.on_gpu else 0)
         if step in self.profile.steps[-1:]:
             self._read_steps()
-            self._record(self.profile.end())
+            if (written := self.profile.end()) is not None:
+                self._record(written)
+            self._start_correction()
             self.meter.begin()
 
     def _write_times(self, step: int) -> None:
@@ -434,6 +448,9 @@ class Run:
         skip_above = torch.full((), self.step_judge.skip_above, dtype=torch.float64, device=self.grid.device)
         # A traced step runs eagerly: a trace of a replay would name neither layers nor collectives.
         graph = None if step in self.profile.steps else self.step_graph
+        if graph is not None and not graph.reason:
+            # a replay reads the positions on the device; lengths on the host would be those of the recorded step
+            batches = [batch._replace(documents=None) for batch in batches]
         loss, norm, shards = (self._compute if graph is None else graph)(batches, skip_above)
         if graph is not None:
             self._not_replayed = graph.reason
@@ -441,12 +458,12 @@ class Run:
             self._told_reason = True
             self._note(f"steps are not replayed as a CUDA graph: {self._not_replayed}")
         clipped = Clipped(norm, self.grid, self._gradient_names, shards)
-        data = self.loader.state()
+        data, real_tokens = self.loader.state(), self.loader.real_tokens
         # Copied now: reading them later from the device would wait for the next step, which is launched before.
         results = torch.empty(2, dtype=torch.float64, pin_memory=self.meter.on_gpu)
         results.copy_(torch.stack([loss, norm.to(loss.dtype)]), non_blocking=True)
         metrics = self.meter.end(replayed=graph is not None and graph.replayed)
-        self._in_flight.append(StepInFlight(step, learning_rate, results, limit, clipped, data, metrics))
+        self._in_flight.append(StepInFlight(step, learning_rate, results, limit, clipped, data, real_tokens, metrics))
 
     def _compute(self, batches: Sequence[TokenBatch], skip_above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run forward, backward and the optimizer of a step, which is skipped if the loss is above `skip_above`.
@@ -484,7 +501,7 @@ class Run:
             self._good = GoodStep(done.step, done.data, self.step_judge.state())
         elif not bad.in_a_row:
             self._good = None  # a spike that was not skipped: the parameters hold it now
-        tokens_per_second = self.config.batch.tokens / metrics.seconds
+        tokens_per_second = done.real_tokens / metrics.seconds
         mfu, hfu = self.peak.utilization(self.language_model.flops, tokens_per_second, self.grid.shape.world)
         self.step = done.step
         event: RunEvent = {
@@ -499,9 +516,12 @@ class Run:
             "hfu": hfu,
             "skipped": bad is not None and bad.in_a_row > 0,
         }
+        if self.config.data.bag_rows is not None:
+            event["padding"] = 1 - done.real_tokens / self.config.batch.tokens
         self._record(event)
         if self._prediction_check is not None:
             self._record_comparison(self._prediction_check.add(event))
+            self._record_correction()
         return bad
 
     def _handle_bad_step(self, bad: BadStep, clipped: Clipped) -> None:
@@ -556,12 +576,27 @@ class Run:
     def _record_comparison(self, compared: RunEvent | None) -> None:
         """Record how the run compares with its prediction, if that is known now."""
         if compared is not None:
-            self.stored["compared"] = {key: value for key, value in compared.items() if key != "event"}
-            try:
-                write_json(self.out / "run.json", strict(self.stored))
-            except OSError as error:  # a full disk; the metrics have the comparison too
-                warn(f"{error.strerror}; the run continues")
-            self._record(compared)
+            self._store(compared)
+            self._start_correction()
+
+    def _start_correction(self) -> None:
+        """Begin to correct the plan once both are known: how steps compare with it, and the parts of a step."""
+        if self._correction is not None and "compared" in self.stored and self.profile.traced:
+            self._correction.start(self.profile.traced, self.profile.steps, self.stored["compared"])
+
+    def _record_correction(self, wait: float = 0.0) -> None:
+        """Record the corrected plan, if it is known now or within some seconds."""
+        if self._correction is not None and (corrected := self._correction.take(wait)) is not None:
+            self._store(corrected)
+
+    def _store(self, event: RunEvent) -> None:
+        """Record an event, and put it into run.json under its own name."""
+        self.stored[event["event"]] = {key: value for key, value in event.items() if key != "event"}
+        try:
+            write_json(self.out / "run.json", strict(self.stored))
+        except OSError as error:  # a full disk; the metrics have the event too
+            warn(f"{error.strerror}; the run continues")
+        self._record(event)
 
     def _record_saved(self) -> None:
         """Record the checkpoints that were completed since the last call."""

@@ -1,4 +1,4 @@
-"""What is measured of steps: metrics of every step, and a profile of the steps that `--profile` names.
+"""What is measured of steps: metrics of every step, and a profile of some steps.
 
 `Meter` measures seconds, bytes per axis, seconds of exposed communication and peak memory. From these follow
 
@@ -8,7 +8,9 @@
 On a GPU it never makes the host wait: CUDA events mark the ends of a step, and the host reads them after it has
 launched the next step.
 
-`StepProfiler` writes a Chrome trace from every rank and a summary of the communication:
+`StepProfiler` traces the steps that `--profile` names, or a few steps of a run that has a prediction. From the trace it
+measures the parts of a step (step_parts.py). For `--profile` it writes a Chrome trace from every rank and a summary of
+the communication:
 
     profile/rank-R.json    the trace of rank R; ui.perfetto.dev opens it
     profile/summary.json   by axis, seconds per step on the link and exposed seconds
@@ -27,37 +29,46 @@ import os
 import resource
 import sys
 import time
-from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from fourfold.atomic import replacing, write_json
-from fourfold.axes import AXES
+from fourfold.axes import AXES, PIPE
 from fourfold.grid import Grid
-from fourfold.ledger import Op
+from fourfold.ledger import Flight
 from fourfold.planner.machine import PEAK_FLOPS
 from fourfold.planner.transformer import Flops
+from fourfold.train.console import logger
 from fourfold.train.run_folder import RunEvent, strict
+from fourfold.train.step_parts import (
+    LAUNCH,
+    STEP,
+    HostSpans,
+    Interval,
+    TracedParts,
+    axis_of,
+    covered,
+    device_parts,
+    events_of,
+    flight_seconds,
+    host_parts,
+)
 
 Timestamp = float | torch.cuda.Event
-Interval = tuple[float, float]
-"""Begin and end in microseconds, the unit of traces."""
 
 PEAK_SECONDS = 0.2
 """How long the peak is measured: many products on any device, and hardly noticed at the start of a run."""
 ON_GPU = "kernels in the trace; those of one axis at the same time count once"
 ON_CPU = "from launch to arrival by the host's clock, added up"
 """The definitions of seconds on a link, as the summary states them."""
-LAUNCH = tuple(f"fourfold::{op}[" for op in get_args(Op))
-"""Prefixes of the spans of launches; the spans of waits and products have others."""
 QUIET = "6"
 """The log level at which torch's profiler does not write to stderr when it starts and stops."""
 
@@ -177,20 +188,27 @@ def peak_of(grid: Grid, dtype: torch.dtype, given: float | None) -> PeakFlops:
 
 
 class StepProfiler:
-    """Traces `steps`, which may be empty, on this rank. All ranks begin and end together."""
+    """Traces `steps`, which may be empty, on this rank. All ranks begin and end together.
 
-    def __init__(self, steps: range, grid: Grid, folder: Path) -> None:
-        self.steps, self.grid, self.folder = steps, grid, folder
+    Nobody has asked for the traces if `keep` is false: they serve to measure the parts of a step, nothing is written,
+    and a profiler that fails leaves the parts unknown and does not end the run.
+    """
+
+    def __init__(self, steps: range, grid: Grid, folder: Path, *, keep: bool = True) -> None:
+        self.steps, self.grid, self.folder, self.keep = steps, grid, folder, keep
         self.on_gpu = grid.device.type == "cuda"
+        self.traced: list[TracedParts] = []
+        """The parts of a step on every rank that could measure them, on rank 0 once the traces are complete."""
         self._profiler: torch.profiler.profile | None = None
-        self._link_seconds: Counter[str] = Counter()
+        self._flights: list[Flight] = []
         self._metrics: list[StepMetrics] = []
 
     def begin(self) -> None:
         """Start tracing. Earlier steps must have been read, so that none of their work is left."""
 
         def start() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.keep:
+                self.folder.mkdir(parents=True, exist_ok=True)
             os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
             gpu = [ProfilerActivity.CUDA] if self.on_gpu else []
             profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *gpu])
@@ -198,13 +216,19 @@ class StepProfiler:
             profiler.start()
             self._profiler = profiler
 
+        def try_to_start() -> None:
+            try:
+                start()
+            except Exception as error:  # such as a profiler of the user's that is active already
+                logger.warning("the parts of a step are not measured: %s", error)
+
         # Starting may take seconds: a rank that began the step earlier would wait for the others inside the trace.
-        self.grid.run_together("starting the profiler", start)
+        self.grid.run_together("starting the profiler", start if self.keep else try_to_start)
         self._time_links()
 
     def step(self, step: int) -> AbstractContextManager[object]:
         """Return the context in which to launch a step."""
-        return nullcontext() if self._profiler is None else record_function(f"step {step}")
+        return nullcontext() if self._profiler is None else record_function(f"{STEP}{step}")
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
@@ -212,7 +236,7 @@ class StepProfiler:
         if self._profiler is None:
             yield
             return
-        self._take_link_seconds()
+        self._take_flights()
         with record_function(name):
             yield
         self._time_links()
@@ -222,11 +246,23 @@ class StepProfiler:
         if step in self.steps:
             self._metrics.append(metrics)
 
-    def end(self) -> RunEvent:
-        """Write the traces and their summary; return the event to record."""
-        self._take_link_seconds()
-        mine = self.grid.run_together("writing the profile", self._write)
-        by_rank = self.grid.channel.gather("profile", json.dumps(mine))
+    def end(self) -> RunEvent | None:
+        """Measure the parts of a step, and write the traces and their summary if they are kept; return the event."""
+        self._take_flights()
+        self._finish_work()
+        profiler = self._profiler
+        self.close()
+        mine = self.grid.run_together("writing the profile", lambda: self._write(profiler)) if self.keep else None
+        parts = None
+        try:
+            parts = None if profiler is None else asdict(self._measure_parts(profiler))
+        except Exception as error:  # such as an event of a kind that nobody has seen; the run goes on
+            logger.warning("the parts of a step are not measured: %s", error)
+        by_rank = self.grid.channel.gather("profile", json.dumps([mine, parts]))
+        gathered = [json.loads(by_rank[rank]) for rank in sorted(by_rank)]
+        self.traced = [TracedParts(**found) for _, found in gathered if found is not None]
+        if not self.keep:
+            return None
         ranks = self.grid.shape.world
 
         def write_summary() -> None:
@@ -235,7 +271,7 @@ class StepProfiler:
                 "steps": [self.steps[0], self.steps[-1]],
                 "ranks": ranks,
                 "link_seconds_are": ON_GPU if self.on_gpu else ON_CPU,
-                "per_step": summarize([json.loads(by_rank[rank]) for rank in sorted(by_rank)], axes),
+                "per_step": summarize([numbers for numbers, _ in gathered], axes),
             }
             write_json(self.folder / "summary.json", strict(summary))
 
@@ -244,29 +280,58 @@ class StepProfiler:
         return {"event": "profile", "step": self.steps[-1], **where}
 
     def close(self) -> None:
-        """Discard a trace that the run did not complete."""
+        """Stop tracing, if it has begun; what was traced is lost unless `end` uses it."""
         if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler = None
+            profiler, self._profiler = self._profiler, None
+            with nullcontext() if self.keep else suppress(Exception):
+                profiler.stop()
 
-    def _write(self) -> list[float]:
+    def _measure_parts(self, profiler: torch.profiler.profile) -> TracedParts:
+        """Return the parts of a step on this rank."""
+        events, steps = events_of(profiler), len(self.steps)
+        spans: Mapping[str, float] = {}
+        if self.on_gpu:
+            kinds, link = device_parts(events)
+        else:
+            kinds, spans = host_parts(events)
+            link = flight_seconds(self._flights, self.grid.shape.two_lanes)
+
+        def per_step(seconds: Mapping[str, float]) -> dict[str, float]:
+            return {key: value / steps for key, value in seconds.items()}
+
+        return TracedParts(
+            pipe=self.grid.coords[PIPE],
+            **per_step(kinds),
+            link=per_step(link),
+            exposed=per_step(self._exposed()),
+            seconds=fmean(metrics.seconds for metrics in self._metrics),
+            spans=per_step(spans),
+        )
+
+    def _write(self, profiler: torch.profiler.profile | None) -> list[float]:
         """Write this rank's trace; return its seconds per step, then per axis those on the link and those exposed."""
-        profiler = self._profiler
         if profiler is None:
             raise ValueError("a profile that has not begun cannot end")
-        self._finish_work()
-        self.close()
         trace = export(profiler, self.folder / f"rank-{self.grid.rank}.json")
-        link: Mapping[str, float] = self._link_seconds
+        link: Mapping[str, float]
         if self.on_gpu:
             # no kernel at all means that the driver did not let the profiler trace them: the seconds are unknown
             link = link_seconds(trace) or dict.fromkeys(AXES, float("nan"))
+        else:
+            flights: defaultdict[str, float] = defaultdict(float)
+            for record, began, ended in self._flights:
+                flights[record.axis] += ended - began
+            link = flights
+        seconds = sum(metrics.seconds for metrics in self._metrics)
+        by_axis = [found.get(axis, 0.0) for found in (link, self._exposed()) for axis in AXES]
+        return [total / len(self.steps) for total in (seconds, *by_axis)]
+
+    def _exposed(self) -> Counter[str]:
+        """Return the seconds of waiting in all traced steps, by axis."""
         exposed = Counter[str]()
         for metrics in self._metrics:
             exposed.update(metrics.exposed_seconds or {})
-        seconds = sum(metrics.seconds for metrics in self._metrics)
-        by_axis = [found.get(axis, 0.0) for found in (link, exposed) for axis in AXES]
-        return [total / len(self.steps) for total in (seconds, *by_axis)]
+        return exposed
 
     def _finish_work(self) -> None:
         if self.on_gpu:
@@ -276,9 +341,9 @@ class StepProfiler:
         if not self.on_gpu:
             self.grid.ledger.time_links()
 
-    def _take_link_seconds(self) -> None:
+    def _take_flights(self) -> None:
         if not self.on_gpu:
-            self._link_seconds.update(self.grid.ledger.take_link_seconds())
+            self._flights += self.grid.ledger.take_flights()
 
 
 def export(profiler: torch.profiler.profile, path: Path) -> dict[str, Any]:
@@ -295,7 +360,7 @@ def link_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds for which NCCL's kernels of each axis ran, counting kernels launched inside a step."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     spans = [(_interval(event), event["name"]) for event in events if event.get("cat") == "user_annotation"]
-    steps = HostSpans(span for span in spans if span[1].startswith("step "))
+    steps = HostSpans(span for span in spans if span[1].startswith(STEP))
     launches = HostSpans(span for span in spans if span[1].startswith(LAUNCH))
     launched = {
         event["args"]["correlation"]: event["ts"]
@@ -307,40 +372,13 @@ def link_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
         if event.get("cat") == "kernel" and "nccl" in event["name"].lower():
             moment = launched.get(event["args"].get("correlation"))
             if moment is not None and steps.at(moment) and (launch := launches.at(moment)):
-                # the axis is `z` for `fourfold::all_gather[z] layers.0.mlp.up`
-                by_axis[launch.partition("[")[2].partition("]")[0]].append(_interval(event))
+                by_axis[axis_of(launch)].append(_interval(event))
     return {axis: covered(intervals) / 1e6 for axis, intervals in by_axis.items()}
 
 
-class HostSpans:
-    """Named, non-overlapping intervals of host time.
-
-    They may come from several threads: autograd's thread launches collectives while the main thread waits for it.
-    """
-
-    def __init__(self, named: Iterable[tuple[Interval, str]]) -> None:
-        self._named = sorted(named)
-
-    def at(self, moment: float) -> str:
-        """Return the name of the interval that contains this moment; empty if none does."""
-        place = bisect_right(self._named, moment, key=lambda named: named[0][0]) - 1
-        if place < 0:
-            return ""
-        (_, end), name = self._named[place]
-        return name if moment <= end else ""
-
-
 def _interval(event: Mapping[str, Any]) -> Interval:
+    """Return the begin and end of an event in microseconds, the unit of traces."""
     return event["ts"], event["ts"] + event["dur"]
-
-
-def covered(intervals: Sequence[Interval]) -> float:
-    """Return the length of the union of the intervals."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
 
 
 def summarize(ranks: Sequence[Sequence[float]], axes: Sequence[str]) -> dict[str, Any]:

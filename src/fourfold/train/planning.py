@@ -1,8 +1,8 @@
 """What the planner does for a run: it fills in the config, chooses the grid, and predicts the time of a step.
 
-`resolve` fills in what a config leaves open; for `--grid auto` it asks the planner for the fastest grid. A machine that
-the config names is used as its file describes it. The machine `auto` is the packaged file of this kind of device, with
-the nodes and the memory of this job.
+`resolve` fills in what a config leaves open; for `--grid auto` it asks the planner for the grid that loses least if the
+machine is not as its file says. A machine that the config names is used as its file describes it. The machine `auto` is
+the packaged file of this kind of device, with the nodes and the memory of this job.
 
 When a run starts, rank 0 prices its grid and policy. After a few steps it compares their median with the price. A
 prediction never ends a run: if the run cannot be priced, the reason is recorded and training continues.
@@ -26,12 +26,14 @@ import torch
 
 from fourfold.atomic import write_json
 from fourfold.axes import AXES, BATCH, PIPE
+from fourfold.data.bags import BagOrder, check_bag_rows, most_bag_rows, steps_of_epochs
 from fourfold.data.sampling import cut_windows
 from fourfold.data.sources import is_text
 from fourfold.data.token_files import TokenSource
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import Environment
 from fourfold.grid import Grid, Shape
+from fourfold.planner.correct import is_corrected
 from fourfold.planner.machine import DTYPES as DTYPE_NAMES
 from fourfold.planner.machine import Machine, load_machine, machine_names
 from fourfold.planner.price import (
@@ -126,7 +128,8 @@ def locate(name: str, job: Hardware, compute: torch.dtype) -> tuple[Machine, lis
         notes.append(f"{machine.name} has no FLOP/s for {dtype}: priced with {half}those of fp32")
         machine = replace(machine, peak=peak, gemm=gemm)
     packaged = name == AUTO or name in machine_names()
-    if packaged or not machine.measured:  # `fourfold calibrate` always writes the products that it has measured
+    # `fourfold calibrate` always writes the products that it has measured
+    if packaged or not (machine.measured or is_corrected(machine)):
         notes.append(f"{machine.name}: estimates; `fourfold calibrate` measures this machine")
     elif machine.device != job.device:
         notes.append(f"{machine.name} was measured on {machine.device}, and this is {job.device}")
@@ -216,14 +219,35 @@ def resolve(
         if built.stages is not None:
             with naming("pipeline"):
                 choose_schedule(built.schedule, built.stages, config.batch.micro_steps)
-    places, rows = shape.places, config.batch.rows // config.batch.micro_steps
+    places, rows = shape.row_places, config.batch.rows // config.batch.micro_steps
     if rows % places:
         sizes = "*".join(str(shape.sizes[axis]) for axis in BATCH)
         raise ValueError(
             f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} gives {rows} rows, which is not "
             f"divisible by {'*'.join(BATCH)} = {sizes}; use a multiple of {places * config.batch.micro_steps} rows"
         )
-    return config
+    return fill_bags(config, rows // places)
+
+
+def fill_bags(config: TrainConfig, rows: int) -> TrainConfig:
+    """Return the config with the size of bags of whole documents, for so many rows of a place in a micro-batch."""
+    data, seq = config.data, config.batch.seq
+    if data.pack != "whole":
+        if data.bag_rows is not None:
+            raise ValueError(f'data.bag_rows={data.bag_rows} is for data.pack="whole"; set that, or leave bag_rows out')
+        return config
+    model = config.model.build()
+    learned = model.positions == "learned"
+    most = model.seq // seq if learned else rows
+    bag_rows = data.bag_rows or most_bag_rows(min(rows, most), rows)
+    if learned and bag_rows > most:
+        raise ValueError(
+            f"data.bag_rows={bag_rows} lets documents have {bag_rows * seq} tokens, but the model has {model.seq} "
+            f"learned positions; increase model.seq, or set data.bag_rows={most} or less"
+        )
+    with naming("data"):
+        check_bag_rows(bag_rows, rows)
+    return replace(config, data=replace(data, bag_rows=bag_rows))
 
 
 def choose(config: TrainConfig, job: Hardware, say: Callable[[str], object]) -> TrainConfig:
@@ -236,10 +260,10 @@ def choose(config: TrainConfig, job: Hardware, say: Callable[[str], object]) -> 
             number = config.batch.micro_steps  # which the planner needs to choose, for grids with pipe ranks
         config = with_memory_choices(config, number, config.build_policy())
     if config.grid.auto and job.ranks == 1:
-        config = replace(config, grid=GridSection(**Shape().sizes, order=config.grid.order))
+        config = replace(config, grid=GridSection(**Shape().named, order=config.grid.order))
     if config.grid.auto and config.model.is_own:
         shape, reason = grid_for_own_model(config, job.ranks)
-        config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))
+        config = replace(config, grid=GridSection(**shape.named, order=shape.order))
         say(reason)
     elif config.grid.auto or not config.batch.micro_steps or len(config.candidates()) > 1:
         config, reason = ask_planner(config, job)
@@ -250,9 +274,10 @@ def choose(config: TrainConfig, job: Hardware, say: Callable[[str], object]) -> 
 def _check_length(config: TrainConfig) -> None:
     """Raise if the model cannot take the rows of the batch."""
     if config.model.is_own:
-        if config.data.documents:
+        if config.data.apart:
+            asked = 'data.pack="whole"' if config.data.pack == "whole" else "data.documents=true"
             raise ValueError(
-                f"data.documents=true needs a model that takes positions; {config.model.name} takes tokens and targets"
+                f"{asked} needs a model that takes positions; {config.model.name} takes tokens and targets"
             )
         return
     model = config.model.build()
@@ -288,14 +313,21 @@ def count_steps(config: TrainConfig, sources: Sequence[TokenSource]) -> TrainCon
     """Return a resolved config with the steps that its epochs over these sources take, rounded up.
 
     An epoch has as many samples as all sources together have training windows. Sources take turns by their weights, so
-    with several of them one may be passed through more often than another. A config without epochs stays as it is.
+    with several of them one may be passed through more often than another. With bags of whole documents the number is
+    estimated from the first ones. A config without epochs stays as it is.
     """
     if config.train.epochs is None:
         return config
-    seq, held_out = config.batch.seq, config.data.held_out
-    windows = sum(cut_windows(source.name, source.tokens, seq, held_out).train for source in sources)
+    seq, rows, data = config.batch.seq, config.batch.rows, config.data
+    windows = [cut_windows(source.name, source.tokens, seq, data.held_out) for source in sources]
     # exact arithmetic on the decimal that was written, so that every machine counts the same steps
-    steps = max(1, ceil(Fraction(str(config.train.epochs)) * windows / config.batch.rows))
+    epochs = Fraction(str(config.train.epochs))
+    if data.bag_rows is None:
+        steps = max(1, ceil(epochs * sum(one.train for one in windows) / rows))
+    else:
+        weights = [source.weight for source in data.sources]
+        bags: Any = dict(bags=rows // data.bag_rows, tokens=data.bag_rows * seq)
+        steps = steps_of_epochs(BagOrder(sources, windows, weights, config.train.seed, **bags), epochs)
     return fill_schedule(replace(config, train=replace(config.train, steps=steps)))
 
 
@@ -313,11 +345,12 @@ def with_pipeline(config: TrainConfig, policy: Policy) -> TrainConfig:
 
 
 def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
-    """Return the config with the fastest of what it leaves open, and the reason for the choice in one line.
+    """Return the config with what the planner chooses where it leaves something open, and the reason in one line.
 
-    The planner chooses the grid, the number of micro-batches and what is `auto` in the config's policy, each if it is
-    open. A given order of the axes is kept; with the default order the planner also chooses the order. If a given
-    grid seems not to fit, the run takes the least memory: it is tried all the same, because memory is an estimate.
+    A grid is chosen by its largest regret (`robust.py`); on a given grid the fastest settings are taken. The planner
+    chooses the grid, the number of micro-batches and what is `auto` in the config's policy, each if it is open. A given
+    order of the axes is kept; with the default order the planner also chooses the order. If a given grid seems not to
+    fit, the run takes the least memory: it is tried all the same, because memory is an estimate.
     """
     task, notes = _task(config, job)
     given, order = config.grid.shape, tuple(config.grid.order)
@@ -325,7 +358,7 @@ def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
     policies = config.candidates() if config.pipeline.given else config.policy.candidates(config.overlap)
     micro_steps = (config.batch.micro_steps,) if config.batch.micro_steps else None
     if micro_steps is None and given.sizes[PIPE] > 1:
-        least, most = pipe_micro_steps(config.batch.rows, given), max(1, config.batch.rows // given.places)
+        least, most = pipe_micro_steps(config.batch.rows, given), max(1, config.batch.rows // given.row_places)
         micro_steps = tuple(number for number in range(least, most + 1) if most % number == 0)
     space = Space(
         shapes=None if config.grid.auto else (given,),
@@ -335,11 +368,11 @@ def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
         axes=AXES,
     )
     try:
-        plan = search(task, job.ranks, space=space)
+        plan = search(task, job.ranks, space=space, risk="robust" if config.grid.auto else "fastest")
     except ValueError as error:
         if config.grid.auto:
             raise ValueError(f"--grid auto: {error}; or give a grid, such as --grid z={job.ranks}") from error
-        most = max(1, config.batch.rows // given.places)  # one row at a time
+        most = max(1, config.batch.rows // given.row_places)  # one row at a time
         frugal = with_memory_choices(config, config.batch.micro_steps or most, policies[-1])
         return frugal, f"as little memory as possible, because the planner expects too little for {given}: {error}"
     best, *others = plan.ranked
@@ -357,7 +390,7 @@ def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
         said += f"; next of {grids} grids that fit, {others[0].candidate.shape}: {_slower(others[0], best)}"
     elif config.grid.auto:
         said += "; no other grid fits"
-    config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))
+    config = replace(config, grid=GridSection(**shape.named, order=shape.order))
     config = with_pipeline(with_memory_choices(config, found.micro_steps, found.policy), found.policy)
     return config, f"{said} ({'; '.join(notes)})" if notes else said
 
@@ -424,7 +457,7 @@ class Prediction:
         """The prediction as run.json stores it."""
         found, totals = self.price, self.price.totals
         memory = memory_of(found.task, found.candidate)
-        axes = [axis for axis in AXES if found.candidate.shape.sizes[axis] > 1]
+        axes = found.candidate.shape.message_axes
 
         def by_axis(seconds: Mapping[Any, float]) -> dict[str, float]:
             return {axis: seconds.get(axis, 0.0) for axis in axes}
@@ -437,7 +470,9 @@ class Prediction:
             "link_seconds": by_axis(totals.link),
             "exposed_seconds": by_axis(totals.exposed),
             "host_seconds": totals.host,
-            "host": found.task.machine.describe_host(found.task.host_mode(found.candidate.policy)),
+            "host": found.task.machine.describe_host(
+                found.task.host_mode(found.candidate.policy, found.candidate.shape)
+            ),
             "peak_memory_bytes": memory.total,
             "memory_bytes": memory.kinds,
             "peak_at": memory.at,
@@ -480,30 +515,30 @@ def predict(config: TrainConfig, job: Hardware) -> Prediction:
     """Price a resolved config on the machine that it names."""
     task, notes = _task(config, job)
     batch, shape = config.batch, config.grid.shape
-    rows = batch.rows // batch.micro_steps // shape.places
+    rows = batch.rows // batch.micro_steps // shape.row_places
     return Prediction(price(task, Candidate(shape, config.build_policy(), rows, batch.micro_steps)), notes)
 
 
 def predict_run(
-    config: TrainConfig, grid: Grid, traced: range, folder: Path
-) -> tuple[RunEvent, PredictionCheck | None]:
-    """Return the prediction for run.json and the check that compares it; if there is none, the reason and None.
+    config: TrainConfig, grid: Grid, traced: range, folder: Path | None
+) -> tuple[RunEvent, PredictionCheck | None, Price | None]:
+    """Return the prediction for run.json, the check that compares it, and the price; else the reason and None twice.
 
-    If the run traces steps, the predicted timeline is written beside their traces.
+    If the run keeps the traces of steps in a folder, the predicted timeline is written beside them.
     """
     on_gpu = grid.device.type == "cuda"
     job = Hardware.here(grid.shape.world, on_gpu=on_gpu, memory_bytes=memory_bytes(grid.device.type))
     try:
         found = predict(config, job)
         facts = found.facts
-        trace = found.trace() if traced else None
+        trace = found.trace() if traced and folder is not None else None
     except Exception as error:  # a bug in the planner must not end a training run
         kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-        return {"unpriced": " ".join(f"{kind}{error}".split())}, None
-    if trace is not None:
+        return {"unpriced": " ".join(f"{kind}{error}".split())}, None, None
+    if trace is not None and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / PREDICTED, trace)
-    return facts, PredictionCheck(facts, traced=traced, on_gpu=on_gpu)
+    return facts, PredictionCheck(facts, traced=traced, on_gpu=on_gpu), found.price
 
 
 class PredictionCheck:

@@ -17,13 +17,14 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Self, TextIO, cast
 
+from fourfold.axes import AXES
 from fourfold.grid import Grid
 from fourfold.report.units import duration, nbytes
 from fourfold.train.console import logger
@@ -165,6 +166,8 @@ def sentence(event: RunEvent) -> str:
             return f"{steps} profiled: {files}; open them in ui.perfetto.dev; fourfold report summarizes them"
         case "compared":
             return compared(event)
+        case "corrected":
+            return corrected(event)
     return ""
 
 
@@ -187,12 +190,29 @@ def compared(event: RunEvent) -> str:
     rows.append(("peak memory", event["peak_memory_bytes"], nbytes))
     first, last = event["steps"][0], event["steps"][-1]
     steps = f"step {first}" if first == last else f"median of {len(event['steps'])} steps from {first} to {last}"
-    lines = [f"predicted on {event['machine']}, and measured ({steps}):"]
-    lines.append(f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>10}")
+    lines = [f"predicted on {event['machine']}, and measured ({steps}):", *pairs_table(rows)]
+    return "\n".join([*lines, *(f"  {note}" for note in event["notes"])])
+
+
+def pairs_table(rows: Iterable[tuple[str, RunEvent, Callable[[float | None], str]]]) -> list[str]:
+    """Return the lines of a table with a predicted value, a measured value, and their ratio in each row."""
+    lines = [f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>10}"]
     for name, pair, shown in rows:
         ratio = "-" if pair["ratio"] is None else f"{pair['ratio']:.3g}"
         lines.append(f"  {name:18}{shown(pair['predicted']):>12}{shown(pair['measured']):>12}{ratio:>10}")
-    return "\n".join([*lines, *(f"  {note}" for note in event["notes"])])
+    return lines
+
+
+def corrected(event: RunEvent) -> str:
+    """Return the parts of a step as a small table, what they change in the machine file, and a plan that is faster."""
+    if "failed" in event:
+        return f"the plan was not corrected: {event['failed']}"
+    first, last = event["steps"]
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    lines = [f"the parts of a step, predicted on {event['machine']}, and measured ({steps}, traced):"]
+    lines += pairs_table((part, pair, duration) for part, pair in event["parts"].items())
+    lines += [f"  {text}" for text in event["said"]]
+    return "\n".join(lines)
 
 
 # Log files
@@ -264,7 +284,9 @@ class RankLog:
         logging.getLogger().addHandler(self._handler)  # the root logger: torch's messages belong here too
         self._show_warning, warnings.showwarning = warnings.showwarning, self._warn
         faulthandler.enable(self._file.fileno())  # a crash in C++ or CUDA leaves Python's stack in the file
-        where = ", ".join(f"{axis}={place}" for axis, place in grid.coords.items())
+        where = ", ".join(
+            f"{axis}={place}" for axis, place in grid.coords.items() if axis in AXES or grid.size(axis) > 1
+        )
         logger.info("rank %d (%s) begins: %s, process %d", grid.rank, where, socket.gethostname(), os.getpid())
 
     def _warn(self, message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:

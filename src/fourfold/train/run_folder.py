@@ -1,11 +1,12 @@
 """A run's folder: its files, their sinks, and its lock. Every file stays readable whenever the run ends.
 
     config.toml     the resolved config; `fourfold train RUN/config.toml` runs it again
-    run.json        the description of the run: grid, model, device, versions; the prediction, and how the steps compare
-                    with it; for a resumed run also when and on which grids it ran before
-    metrics.jsonl   one JSON object per line: steps, evaluations, skipped steps, spikes, a comparison, a profile, saved
-                    checkpoints, resumptions, stragglers, notes about checkpoints and data, the end; each step once,
-                    even if the run was resumed
+    run.json        the description of the run: grid, model, device, versions; the prediction, how the steps compare
+                    with it, and what it corrects; for a resumed run also when and on which grids it ran before
+    metrics.jsonl   one JSON object per line: steps, evaluations, skipped steps, spikes, a comparison, a correction, a
+                    profile, saved checkpoints, resumptions, stragglers, notes about checkpoints and data, the end; each
+                    step once, even if the run was resumed
+    machine.toml    the machine file of the prediction, corrected by what the run measured
     tensorboard/    the same for TensorBoard, if it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
     schedule.csv    with pipe ranks: the schedule that they walk, in the format of torch.distributed.pipelining
@@ -53,9 +54,12 @@ if TYPE_CHECKING:
 RunEvent = dict[str, Any]
 """An event of a run: `event` names its kind, `step` its step, and the other keys depend on the kind."""
 KINDS = (
-    "step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "note", "end"
+    "step", "evaluation", "skipped", "spike", "compared", "corrected", "profile", "saved", "resumed", "straggler",
+    "note", "end",
 )  # fmt: skip
 """The kinds of events in metrics.jsonl."""
+MACHINE = "machine.toml"
+"""The corrected machine file of a run."""
 PIPE_TIMES = "pipeline"
 """The folder with the times of a pipeline's actions."""
 LOCK = ".lock"

@@ -128,7 +128,7 @@ class Tape:
 
     def __init__(self, path: Path, rank: int, shape: Shape) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        who = Who(rank, shape.sizes, list(shape.order), socket.gethostname(), os.getpid(), time.time())
+        who = Who(rank, shape.named, list(shape.order), socket.gethostname(), os.getpid(), time.time())
         head = MAGIC + json.dumps(asdict(who)).encode().ljust(WHO)
         size = HEAD + ENTRIES * TapeEntry.FORMAT.size
         with replacing(path) as partial, partial.open("wb+") as file:  # a reader finds a complete tape, or none

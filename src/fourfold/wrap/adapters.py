@@ -27,8 +27,10 @@ from fourfold.nn.norm import HeadNorm, Norm
 from fourfold.operators import once_differentiable
 from fourfold.params import local_of
 from fourfold.wrap.detect import LinearForm, norm_formula_of
-from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_whole, version_of
+from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_shown, to_whole, version_of
+from fourfold.wrap.ops_sequence import own_ids
 from fourfold.wrap.placements import ChunkPlacement, RestPlacement, to_rest
+from fourfold.wrap.sequence_tensor import SequenceTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ class Adapter(ABC, Generic[L]):
 
     form: LinearForm | None = None
     """The form of the module, if it is a linear layer."""
+    treats_tokens_alike: bool = False
+    """Whether the adapter computes each token of [..., features] by itself, so that it may get some of them."""
+    takes_sequences: bool = False
+    """Whether the adapter knows what to do with sequence tensors (`SequenceTensor`)."""
 
     def __init__(self, name: str, context: ModelContext, why: str, *layers: L) -> None:
         self.name, self.context, self.why = name, context, why
@@ -170,6 +176,8 @@ def is_embedding(module: nn.Module) -> bool:
 class NormAdapter(LayerAdapter[Norm]):
     """Runs a norm of the residual stream."""
 
+    treats_tokens_alike = True
+
     def accepts(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         return len(args) + len(kwargs) == 1  # with more arguments than in the trial the module may do something else
 
@@ -184,6 +192,8 @@ class NormAdapter(LayerAdapter[Norm]):
 
 class HeadNormAdapter(LayerAdapter[HeadNorm]):
     """Runs a norm of each attention head by itself."""
+
+    treats_tokens_alike = True
 
     accepts = NormAdapter.accepts
 
@@ -215,10 +225,25 @@ def make_norm(name: str, module: nn.Module, why: str, context: ModelContext, *, 
 class EmbeddingAdapter(LayerAdapter[Embedding]):
     """Runs the embedding of tokens."""
 
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> GridTensor:  # noqa: ARG002
-        ids = to_whole(input)
+    takes_sequences = True
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> Tensor:  # noqa: ARG002
+        if (own := own_ids(self.context, input)) is not None:
+            ids, cut = own
+            return SequenceTensor(to_shown(self._look_up(ids)), cut, self.context)
+        if isinstance(input, SequenceTensor):
+            return input.like(to_shown(self._look_up(input.local)))
+        return self._look_up(input)
+
+    def _look_up(self, input: Tensor) -> GridTensor:
+        ids, context = to_whole(input), self.context
         features = self.layer.specs["weight"].shape[1]
-        return GridTensor(self.layer(ids), RestPlacement(self.context), (*ids.shape, features))
+        # the layer looks up what it is given, which may have as many ids as a sequence
+        tokens, context.own_tokens = context.own_tokens, None
+        try:
+            return GridTensor(self.layer(ids), RestPlacement(context), (*ids.shape, features))
+        finally:
+            context.own_tokens = tokens
 
     def describe(self) -> tuple[str, str]:
         return "w[V/x, k/y]/z: ids -> rest", "w over z, leave over x"
@@ -240,6 +265,8 @@ def make_embedding(name: str, module: Any, why: str, context: ModelContext) -> A
 class GatheredAdapter(Adapter[Layer]):
     """Runs a module's own code. The parameters are gathered over z while it runs."""
 
+    takes_sequences = True
+
     def __init__(
         self, name: str, context: ModelContext, why: str, module: nn.Module, *, whole_inputs: bool = False
     ) -> None:
@@ -257,6 +284,7 @@ class GatheredAdapter(Adapter[Layer]):
         context = self.context
         if self.whole_inputs or self.name in context.whole_input_modules:
             args, kwargs = tree_map_only(GridTensor, GridTensor.whole, (args, kwargs))
+            args, kwargs = tree_map_only(SequenceTensor, lambda a: a.like(to_whole(a.local)), (args, kwargs))
         if not self.layer.specs:
             return forward(*args, **kwargs)
         tensors = self._gather()

@@ -37,10 +37,10 @@ from fourfold.wrap.adapters import (
     make_norm,
 )
 from fourfold.wrap.grid_tensor import (
-    GridTensor,
     ModelContext,
     give_autograd_functions_whole_tensors,
     refuse_in_autograd_function,
+    to_shown,
 )
 from fourfold.wrap.images import CONVOLUTIONS, make_channel_norm, make_convolution
 from fourfold.wrap.integrations import answer_training_loops, generate_on_grid, require_dtype
@@ -56,6 +56,7 @@ from fourfold.wrap.lora import LoraA, LoraB, expose_shapes, fix_lora_sizes, lora
 from fourfold.wrap.parameters import InitialValues, ParameterSharder, lend_parameter
 from fourfold.wrap.passes import BlockAdapter, ContrastiveAdapter, RootAdapter
 from fourfold.wrap.plan import ParallelStyle, StyleChoice
+from fourfold.wrap.sequence_tensor import SequenceTensor, by_token, refusal, sequence_tensors_in
 from fourfold.wrap.structure import ModelStructure, find_structure, has_own
 
 
@@ -76,8 +77,12 @@ def parallelize(
     styles of all others are found (`explain` shows them). On the meta device initial values depend on `seed` and on the
     modules' names. Rows lie along the first dim of the inputs, or along `rows_dim`: 1 for a model that takes the
     sequence first.
+
+    On a grid with a context size, places of a group get the same rows [rows, seq], and each computes its own tokens.
+    Attention must be torch's, and causal; whatever else mixes tokens is refused.
     """
     policy.require_any_module()
+    _check_context(grid, policy, rows_dim)
     _refuse_compiled(model)
     rows_dims = (rows_dim,) if rows_dim is not None else (0,)
     if rows_dim is None and not all(getattr(module, "batch_first", True) for module in model.modules()):
@@ -120,6 +125,21 @@ def parallelize(
     merge_on_shards(model, grid)
     _register(model, context, seed)
     return model
+
+
+def _check_context(grid: Grid, policy: Policy, rows_dim: int | None) -> None:
+    """Refuse what a context size does not go with."""
+    if grid.shape.context == 1:
+        return
+    if policy.assignment == "documents":
+        raise ValueError(
+            "assignment='documents': where documents begin in a module's rows is not known; use 'rows' or 'auto'"
+        )
+    if rows_dim not in (None, 0):
+        raise ValueError(
+            f"rows_dim={rows_dim} on the grid {grid}: sequences are cut over context where they lie along dim 1; "
+            "use a model that takes [rows, seq], or a grid with context=1"
+        )
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -336,8 +356,26 @@ def _run_adapter(adapter: Adapter, module: nn.Module, inside: Callable[..., Any]
         adapter.context.last_layer = adapter.name
     call = functools.partial(adapter, module, inside) if known else inside
     with torch.autocast(device, enabled=False) if autocast and dtype is not None else nullcontext():
-        out = call(*args, **kwargs)
-    return out.whole() if isinstance(out, GridTensor) and not adapter.context.is_cut else out
+        cuts_sequences = adapter.context.own_tokens is not None and known and adapter.layers
+        if cuts_sequences and (own := sequence_tensors_in((args, kwargs))):
+            return _run_on_own_tokens(adapter, module, call, own, args, kwargs)
+        return to_shown(call(*args, **kwargs))
+
+
+def _run_on_own_tokens(
+    adapter: Adapter,
+    module: nn.Module,
+    call: Callable[..., Any],
+    own: Sequence[SequenceTensor],
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """Run an adapter on the tokens that this member of a context group holds."""
+    if adapter.takes_sequences:
+        return call(*args, **kwargs)
+    if not adapter.treats_tokens_alike or len(args) + len(kwargs) > 1:
+        raise refusal(f"{adapter.name} ({type(module).__name__})", own[0], "it may mix tokens")
+    return by_token(lambda tensor: to_shown(call(tensor)), own[0])
 
 
 def _cast(context: ModelContext, a: Tensor, dtype: torch.dtype) -> Tensor:
@@ -416,6 +454,11 @@ def explain(model: nn.Module) -> str:
     lines = [f"{type(model).__name__} on {context.grid}, {context.policy.activations} activations"]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     lines.append("batch in one part (halves=1): a module's own code runs it as one")
+    if (members := context.grid.shape.context) > 1:
+        lines.append(
+            f"sequences cut over context={members} where ids are looked up: each place computes its own tokens, and "
+            "causal attention reads the others'"
+        )
     if context.local_losses:
         lines.append(
             "torch's losses inside the model are each place's own: they are called once per row, or by some places"

@@ -41,6 +41,7 @@ from fourfold.nn.rng import StepRng
 from fourfold.operators import Conjugate
 from fourfold.params import whole_tensor
 from fourfold.policy import Policy
+from fourfold.wrap.own_tokens import OwnTokens
 
 WITHIN_PLACE = tuple(axis for axis in CUTS if axis not in BATCH)
 """The axes along which the ranks of one (data, z) place differ. These ranks read the same rows."""
@@ -102,6 +103,10 @@ class ModelContext:
         """The names of the gathered parameters of modules that are running their own code, by `id` of the tensor."""
         self.adapters: list[tuple[str, nn.Module, Any]] = []
         """Every adapter of the model, after the name of its module and the module."""
+        self.own_tokens: OwnTokens | None = None
+        """The tokens of the batch's sequences that this place holds; None on a grid without a context size."""
+        self.causal_masks: list[tuple[Tensor, int | None]] = []
+        """Masks of this pass that were found to be causal, with their versions."""
         self.known_modules: list[tuple[str, nn.Module, list[nn.Module | None], list[str]]] = []
         """For every module: its name, itself, and the children and parameter names that it had when it was wrapped."""
 
@@ -115,7 +120,7 @@ class ModelContext:
     def end_pass(self) -> None:
         """Release the tensors that layers kept for each other during the pass, so that nothing keeps them alive."""
         self.in_pass, self.last_cast = False, None
-        for kept in (self.lent_params, self.whole_copies, self.shared_reads):
+        for kept in (self.lent_params, self.whole_copies, self.shared_reads, self.causal_masks):
             kept.clear()
 
     def note_in_place_change(self, operation: str) -> None:
@@ -256,17 +261,47 @@ RULES: dict[Callable, OperationRule] = {}
 """The rules by torch function. The `ops*.py` files register them when the package is imported."""
 
 
-class GridTensor(Tensor):
-    """A tensor of `shape` that is cut as `placement` says; this rank holds `local`."""
+class CutTensor(Tensor):
+    """A tensor that looks whole to model code, which sees `shape`, while this rank holds a part of it in `local`."""
 
-    placement: TensorPlacement
     made: str
     """Where in the model the tensor was made, for errors."""
     _shape: Size
     _local: Tensor
 
+    @property
+    def local(self) -> Tensor:
+        """This rank's part."""
+        return self._local
+
+    if not TYPE_CHECKING:  # in Python, because torch would call __torch_function__ for each of these attributes
+        shape = property(lambda self: self._shape)
+        dtype = property(lambda self: self.local.dtype)
+        device = property(lambda self: self.local.device)
+        ndim = property(lambda self: len(self._shape))
+        requires_grad = property(lambda self: self.local.requires_grad)
+        grad_fn = property(lambda self: self.local.grad_fn)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            f"{func} was called on a tensor that is cut over the grid, below torch's Python functions; "
+            "give the module that calls it WholeTensors() in the plan, so that it gets whole tensors"
+        )
+
+
+class GridTensor(CutTensor):
+    """A tensor of `shape` that is cut as `placement` says; this rank holds `local`."""
+
+    placement: TensorPlacement
+
     @staticmethod
     def __new__(cls, local: Tensor, placement: TensorPlacement, shape: Size | tuple[int, ...]) -> GridTensor:
+        if isinstance(local, CutTensor):
+            raise RuntimeError(
+                f"a tensor {tuple(local.shape)} made {local.made}, of which each place of a context group holds other "
+                "tokens, cannot be cut over x and y here; use a grid with context=1, or with x=1 and y=1"
+            )
         new = Tensor._make_wrapper_subclass(cls, Size(shape), dtype=local.dtype, device=local.device)
         new._shape, new._local, new.placement, new.made = Size(shape), local, placement, placement.context.label
         return new
@@ -286,23 +321,14 @@ class GridTensor(Tensor):
         """Gather the whole tensor; its gradient goes back to the parts."""
         return self.placement.whole(self.local, self._shape)
 
-    if not TYPE_CHECKING:  # in Python, because torch would call __torch_function__ for each of these attributes
-        shape = property(lambda self: self._shape)
-        dtype = property(lambda self: self.local.dtype)
-        device = property(lambda self: self.local.device)
-        ndim = property(lambda self: len(self._shape))
-        requires_grad = property(lambda self: self.local.requires_grad)
-        grad_fn = property(lambda self: self.local.grad_fn)
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"GridTensor({tuple(self._shape)}, {type(self.placement).__name__}, local {tuple(self.local.shape)})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(isinstance(value, DTensor) for value in args):  # a parameter that code outside any layer reads
-            gather = torch.clone if torch.is_grad_enabled() else whole_tensor
-            args = tuple(gather(value) if isinstance(value, DTensor) else value for value in args)
+        if any(issubclass(kind, CutTensor) and not issubclass(kind, GridTensor) for kind in types):
+            return NotImplemented  # a `SequenceTensor` knows what it does with grid tensors
+        kwargs, args = kwargs or {}, gather_parameters_in(args)
         if not torch.is_grad_enabled():
             # model code may have turned gradients off, or it runs inside an autograd function: only the latter is wrong
             for tensor in grid_tensors_in((args, kwargs)):
@@ -315,12 +341,13 @@ class GridTensor(Tensor):
             result.made = args[0].made  # an error then names the layer that made the values, not the last reshape
         return result
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(
-            f"{func} was called on a tensor that is cut over the grid, below torch's Python functions; "
-            "give the module that calls it WholeTensors() in the plan, so that it gets whole tensors"
-        )
+
+def gather_parameters_in(args: tuple) -> tuple:
+    """Gather the parameters that code outside any layer reads together with activations."""
+    if not any(isinstance(value, DTensor) for value in args):
+        return args
+    gather = torch.clone if torch.is_grad_enabled() else whole_tensor
+    return tuple(gather(value) if isinstance(value, DTensor) else value for value in args)
 
 
 def distribute(tensor: Tensor, placement: ShardedPlacement) -> GridTensor:
@@ -337,6 +364,11 @@ def distribute(tensor: Tensor, placement: ShardedPlacement) -> GridTensor:
 def to_whole(value: Any) -> Any:
     """Gather a grid tensor; return any other value as it is."""
     return value.whole() if isinstance(value, GridTensor) else value
+
+
+def to_shown(value: Any) -> Any:
+    """Return what model code gets: a grid tensor where activations are cut, a plain tensor where they are not."""
+    return value.whole() if isinstance(value, GridTensor) and not value.placement.context.is_cut else value
 
 
 def run_on_whole(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -442,6 +474,8 @@ def _is_strided(value: Any) -> bool:
 
 def version_of(tensor: Tensor) -> int | None:
     """Return torch's count of in-place changes; None under inference_mode, where torch does not count."""
+    while isinstance(tensor, CutTensor):
+        tensor = tensor.local
     return None if tensor.is_inference() else tensor._version
 
 
@@ -484,6 +518,19 @@ def refuse_in_autograd_function(context: ModelContext, *, trained: bool = True) 
         frame = frame.f_back
 
 
+def refuse_own_tokens(function: type[torch.autograd.Function], args: tuple) -> None:
+    """Refuse an autograd function of a user on tensors with the tokens of one member of a context group."""
+    for value in args:
+        if isinstance(value, CutTensor) and not isinstance(value, GridTensor):
+            remedy = "use checkpointing with use_reentrant=False"
+            if function is not CheckpointFunction:
+                remedy = "write it with torch's functions, or use a grid with context=1"
+            raise RuntimeError(
+                f"the autograd function {function.__qualname__} reads a tensor {tuple(value.shape)} made {value.made}, "
+                f"of which each place of a context group holds other tokens, and may mix them; {remedy}"
+            )
+
+
 def give_autograd_functions_whole_tensors() -> None:
     """Wrap `torch.autograd.Function.apply`, for the whole process, so that cut arguments arrive whole.
 
@@ -496,6 +543,7 @@ def give_autograd_functions_whole_tensors() -> None:
 
     @functools.wraps(plain)
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        refuse_own_tokens(cls, args)
         if found := [value for value in args if isinstance(value, GridTensor)]:
             context = found[0].placement.context
             context.made_whole[context.label, cls.__qualname__] += len(found)

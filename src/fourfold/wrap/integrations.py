@@ -178,6 +178,11 @@ def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *arg
             "generate on a grid returns token ids; return_dict_in_generate and streamer would see the rows of one "
             "place only: leave them out"
         )
+    if grid.shape.context > 1:
+        raise ValueError(
+            f"generate on the grid {grid}: a cache of keys and values is not cut over context; use a grid with "
+            "context=1, into which a checkpoint of this one loads"
+        )
     rows = _count_rows(args, kwargs)
     places = grid.shape.places
     missing = -rows % places

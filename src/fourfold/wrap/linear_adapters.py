@@ -32,7 +32,7 @@ from fourfold.nn.linear import Contract, Expand, expand_in_turns, read
 from fourfold.operators import collect, enter, leave, spread
 from fourfold.wrap.adapters import Adapter, GatheredAdapter, L, LayerAdapter, LayerParameter, PlainSlice
 from fourfold.wrap.detect import LinearForm
-from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_whole, version_of
+from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_shown, to_whole, version_of
 from fourfold.wrap.placements import (
     ChunkPlacement,
     LogitsPlacement,
@@ -43,6 +43,7 @@ from fourfold.wrap.placements import (
     to_rest,
 )
 from fourfold.wrap.plan import ContractParallel, ExpandParallel, HeadParallel
+from fourfold.wrap.sequence_tensor import SequenceTensor, by_token
 
 # layers that read the same tensor
 
@@ -105,7 +106,7 @@ class SharedInput:
 
 def state_of(a: Tensor) -> tuple[bool, int | None]:
     """Return the state in which a result for a tensor stays valid: whether gradients are on, and the version."""
-    return torch.is_grad_enabled(), version_of(a.local if isinstance(a, GridTensor) else a)
+    return torch.is_grad_enabled(), version_of(a)
 
 
 def expand_all(
@@ -167,6 +168,7 @@ class LinearAdapter(LayerAdapter[L]):
     """
 
     form: LinearForm  # type: ignore[assignment]
+    treats_tokens_alike = True
 
     def __init__(self, name: str, context: ModelContext, why: str, *layers: L, form: LinearForm) -> None:
         super().__init__(name, context, why, *layers)
@@ -290,6 +292,7 @@ class ComputedWeightAdapter(GatheredAdapter):
     """
 
     form: LinearForm  # type: ignore[assignment]
+    treats_tokens_alike, takes_sequences = True, False
 
     def __init__(self, name: str, context: ModelContext, why: str, module: nn.Module, form: LinearForm) -> None:
         super().__init__(name, context, why, module)
@@ -368,6 +371,8 @@ class MultiheadAdapter(Adapter[Layer]):
     Each of the three layers of `in_proj_weight` is cut by itself and stored as its part; the module's own `out_proj`
     leads back to the stream. The module's own code runs for inputs that it refuses or that have no batch dim.
     """
+
+    takes_sequences = True
 
     def __init__(self, name: str, context: ModelContext, why: str, module: nn.MultiheadAttention) -> None:
         self.features, self.sizes = module.embed_dim, (module.embed_dim, module.kdim, module.vdim)
@@ -466,8 +471,12 @@ class MultiheadAdapter(Adapter[Layer]):
             groups = [([q], query), ([k, v], key)]
         else:
             groups = [([q], query), ([k], key), ([v], value)]
-        outs = [out for layers, a in groups for out in expand_all(self.context, layers, a, None)]
-        return outs if self.context.is_cut else [out.whole() for out in outs]
+        return [out for layers, a in groups for out in self._expand(layers, a)]
+
+    def _expand(self, layers: Sequence[Expand], a: Tensor) -> Sequence[Tensor]:
+        if isinstance(a, SequenceTensor):
+            return by_token(lambda own: self._expand(layers, own), a)
+        return [to_shown(out) for out in expand_all(self.context, layers, a, None)]
 
     def _added(self, module: Any, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the keys and values [rows, heads, 1, head_dim] that are added to those of every row."""

@@ -140,6 +140,7 @@ def _remake_pairs(model: nn.Module, module: Any, features: tuple[int, int]) -> N
 class LoraFactor(Adapter[Layer]):
     """Runs one factor of a pair. It gathers the parameters over z and multiplies this rank's part of the wide side."""
 
+    treats_tokens_alike = True
     reads_wide: bool
     """Whether the wide side is the input, as for A."""
 

@@ -111,7 +111,7 @@ def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
         # a scalar without a gradient has nothing to sum in backward
         return tensor if scalar and not tensor.requires_grad else part_of(tensor, placement, leader.shape)
 
-    args, kwargs = tree_map_only(Tensor, own, (args, _without_memory_format(kwargs)))
+    args, kwargs = tree_map_only(Tensor, own, (args, without_memory_format(kwargs)))
     local = func(*args, **kwargs)
     if not isinstance(local, Tensor):
         return NotImplemented  # torch.where(condition) returns indices
@@ -149,7 +149,7 @@ def _fills(leader: GridTensor, args: tuple, kwargs: dict) -> bool:
         return False  # shapes that do not broadcast: torch raises its own error on the whole tensors
 
 
-def _without_memory_format(kwargs: dict) -> dict:
+def without_memory_format(kwargs: dict) -> dict:
     """Drop the memory format: a local part may have another number of dims than the whole tensor."""
     return {name: value for name, value in kwargs.items() if name != "memory_format"}
 
@@ -166,7 +166,7 @@ def cast(func: Callable, args: tuple, kwargs: dict) -> Any:
     if isinstance(a, GridTensor) and not isinstance(a.placement, ShardedPlacement):
         return NotImplemented
     args = tuple(value for value in args if not isinstance(value, torch.memory_format))
-    local = run_on_local(func, args, _without_memory_format(kwargs))
+    local = run_on_local(func, args, without_memory_format(kwargs))
     return a.like(local) if isinstance(a, GridTensor) and isinstance(local, Tensor) else local
 
 
@@ -434,7 +434,7 @@ def attend(func: Callable, args: tuple, kwargs: dict) -> Any:
     if any(tensor.dim() != 4 or tensor.shape[0] != query.shape[0] for tensor in (key, value)):
         return NotImplemented
     grouped = named.get("enable_gqa", False)
-    own = [_own_heads(tensor, placement, query.shape[HEADS], grouped=grouped) for tensor in (key, value)]
+    own = [own_heads(tensor, placement, query.shape[HEADS], grouped=grouped) for tensor in (key, value)]
     if any(tensor is None for tensor in own) or own[0].shape[HEADS] != own[1].shape[HEADS]:  # type: ignore[union-attr]
         return NotImplemented
     mask = named.get("attn_mask")
@@ -449,7 +449,7 @@ def attend(func: Callable, args: tuple, kwargs: dict) -> Any:
         return GridTensor(func(query.local, *own, **named), placement, shape)
 
 
-def _own_heads(tensor: Tensor, placement: ChunkPlacement, heads: int, *, grouped: bool) -> Tensor | None:
+def own_heads(tensor: Tensor, placement: ChunkPlacement, heads: int, *, grouped: bool) -> Tensor | None:
     """Return the heads of K or V that this rank's queries read; None where the parts do not hold them."""
     if isinstance(tensor, GridTensor):
         if isinstance(tensor.placement, SharedHeadsPlacement):

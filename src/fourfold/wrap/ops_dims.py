@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from fourfold.nn.rng import seeded
-from fourfold.wrap.grid_tensor import GridTensor, grid_tensors_in
+from fourfold.wrap.grid_tensor import CutTensor, GridTensor, grid_tensors_in
 from fourfold.wrap.ops import argument, functions_named, part_of, rule, run_on_local, seed_of_part
 from fourfold.wrap.placements import ChunkPlacement, FusedPlacement, RestPlacement
 
@@ -36,7 +36,7 @@ def with_cut(a: GridTensor, local: Tensor, dim: int | None = None) -> GridTensor
 # reshapes
 
 
-def _sizes_of(args: Sequence[Any]) -> list[int]:
+def sizes_of(args: Sequence[Any]) -> list[int]:
     """Return the sizes, for view(2, 3), view((2, 3)) and view(size=...)."""
     return list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list, Size)) else list(args)
 
@@ -52,7 +52,7 @@ def reshape(func: Callable, args: tuple, kwargs: dict) -> Any:
     elif isinstance(argument(args, kwargs, 1, "dtype"), torch.dtype):
         return NotImplemented
     else:
-        sizes = _sizes_of(args[1:] or (kwargs.get("shape", kwargs.get("size")),))
+        sizes = sizes_of(args[1:] or (kwargs.get("shape", kwargs.get("size")),))
     if -1 in sizes:
         known = prod(size for size in sizes if size != -1)
         sizes = [a.shape.numel() // max(known, 1) if size == -1 else size for size in sizes]
@@ -73,9 +73,13 @@ def _reshaped(a: GridTensor, shape: Size) -> Any:
 @rule(*functions_named("flatten", "unflatten", "squeeze", "unsqueeze"))
 def reshape_by_meta(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Reshape to the shape that torch finds for a meta tensor."""
-    a = argument(args, kwargs, 0, "input")
-    args, kwargs = tree_map_only(GridTensor, lambda tensor: torch.empty(tensor.shape, device="meta"), (args, kwargs))
-    return _reshaped(a, func(*args, **kwargs).shape)
+    return _reshaped(argument(args, kwargs, 0, "input"), shape_from_meta(func, args, kwargs))
+
+
+def shape_from_meta(func: Callable, args: tuple, kwargs: dict) -> Size:
+    """Return the shape that torch finds for meta tensors in place of cut ones."""
+    args, kwargs = tree_map_only(CutTensor, lambda tensor: torch.empty(tensor.shape, device="meta"), (args, kwargs))
+    return func(*args, **kwargs).shape
 
 
 @rule(*functions_named("transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis", "t"))
@@ -112,7 +116,7 @@ def expand(func: Callable, args: tuple, kwargs: dict) -> Any:
         if not isinstance(a, GridTensor):  # a plain tensor expanded to the shape of a grid tensor
             return a.expand(sizes)
     else:
-        sizes = _sizes_of(args[1:] or (kwargs.get("size"),))
+        sizes = sizes_of(args[1:] or (kwargs.get("size"),))
     added = len(sizes) - len(a.shape)
     if not isinstance(a.placement, ChunkPlacement) or added < 0 or -1 in sizes[:added]:
         return NotImplemented
@@ -128,7 +132,7 @@ def expand(func: Callable, args: tuple, kwargs: dict) -> Any:
 def getitem(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
     """Index dims that are not cut with numbers, slices, None and Ellipsis."""
     a, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-    if isinstance(a, GridTensor) and (sliced := _as_slice(index)) is not None:
+    if isinstance(a, GridTensor) and (sliced := as_slice(index)) is not None:
         part = getitem(func, (a, sliced), {})
         if part is NotImplemented or not part.shape.numel():  # out of range: torch raises its own error
             return NotImplemented
@@ -156,7 +160,7 @@ def getitem(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
     return with_cut(a, a.local[own], sum(not isinstance(i, int) for i in index[:at]))  # a number removes its dim
 
 
-def _as_slice(index: tuple) -> tuple | None:
+def as_slice(index: tuple) -> tuple | None:
     """Return an index with one list of one number, and otherwise slices, as slices alone; None for any other index."""
     lists = [i for i in index if isinstance(i, list)]
     if len(lists) != 1 or len(lists[0]) != 1 or type(at := lists[0][0]) is not int:

@@ -24,9 +24,9 @@ from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fourfold.axes import BATCH
+from fourfold.axes import BATCH, CONTEXT
 from fourfold.comm import equal_along
-from fourfold.layout import REPEATED, inner
+from fourfold.layout import REPEATED, Layout, inner
 from fourfold.nn.layer import recompute
 from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
 from fourfold.nn.rng import key_of, no_draws, seeded, seeded_outside_torch
@@ -43,9 +43,12 @@ from fourfold.wrap.grid_tensor import (
     version_of,
 )
 from fourfold.wrap.integrations import refuse_scaled_losses, require_accelerate_precision
+from fourfold.wrap.ops_sequence import cut_plain, embed, own_targets
+from fourfold.wrap.own_tokens import OwnTokens
 from fourfold.wrap.parameters import require_unchanged_parameters
 from fourfold.wrap.placements import LogitsPlacement, to_rest
 from fourfold.wrap.rows import RowSample, check_rows, gather_rows, leaves_of, map_tensors, whole_batch
+from fourfold.wrap.sequence_tensor import SequenceTensor, group_sum, refusal, sequence_tensors_in
 
 # losses inside a model
 
@@ -78,18 +81,11 @@ class GlobalLosses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, context = kwargs or {}, self.context
         if func is whole_batch:
-            rows, sample = to_whole(args[0]), context.sample
-            if context.gradients.guarded and not equal_along(len(rows), context.grid, BATCH):
-                raise ValueError(
-                    f"ff.whole_batch gathers equally many rows of each place; this place has {len(rows)}, another has "
-                    "more or fewer: pad the rows, or give all places the same number"
-                )
-            return gather_rows(rows, context.grid) if sample is None else sample.whole_batch(rows, context.grid)
+            return self._whole_batch(to_whole(args[0]))
         if func in BY_CLASS or func in BY_ELEMENT:
-            context.loss_calls += 1
-            if context.local_losses:
-                return func(*args, **kwargs)
-            return global_loss(context, func, args, kwargs)
+            return self._loss(func, args, kwargs)
+        if func is functional.embedding and context.own_tokens is not None:
+            return embed(context, args, kwargs)
         if func in DATA and id(args[0]) in context.gathered_names:
             # `.data` hides changes from autograd's version counter, by which GatheredAdapter finds them
             if func == DATA[1]:
@@ -101,6 +97,27 @@ class GlobalLosses(TorchFunctionMode):
         if context.whole_copies:
             sync_whole_copies(context)
         return result
+
+    def _whole_batch(self, rows: Tensor) -> Tensor:
+        context, sample = self.context, self.context.sample
+        if context.own_tokens is not None:
+            raise ValueError(
+                f"ff.whole_batch on the grid {context.grid}: places of a context group have the same rows, each with "
+                "other tokens; use a grid with context=1"
+            )
+        if context.gradients.guarded and not equal_along(len(rows), context.grid, BATCH):
+            raise ValueError(
+                f"ff.whole_batch gathers equally many rows of each place; this place has {len(rows)}, another has "
+                "more or fewer: pad the rows, or give all places the same number"
+            )
+        return gather_rows(rows, context.grid) if sample is None else sample.whole_batch(rows, context.grid)
+
+    def _loss(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+        context = self.context
+        context.loss_calls += 1
+        if context.own_tokens is not None:
+            return loss_of_group(context, func, args, kwargs)
+        return func(*args, **kwargs) if context.local_losses else global_loss(context, func, args, kwargs)
 
 
 def _gather_mixed_parameters(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -149,6 +166,33 @@ def global_loss(context: ModelContext, func: Callable, args: tuple, kwargs: dict
         # a batch without targets has loss 0; torch.where, because a condition in Python would read the device
         total = total / torch.where(all_places == 0, 1, all_places).to(total.dtype)
     return _average_gradient(context, sum_of_places(total, context.grid, "loss"))
+
+
+def loss_of_group(context: ModelContext, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    """Compute one of torch's losses on a grid with a context size, where members of a group hold different tokens.
+
+    A mean over the batch counts each member's own targets. A loss that is each place's own is one of the whole group.
+    """
+    named = _bound(func, args, kwargs)
+    reduction, members = named["reduction"], context.grid.shape.context
+    if not sequence_tensors_in(named):  # whole on all members
+        if context.local_losses:
+            return func(*args, **kwargs)
+        loss = global_loss(context, func, args, kwargs)
+        # members add the same sum, and the count of the batch's targets has each of them once
+        return loss / members if reduction == "sum" and context.has_target_count else loss
+    leader, named, dim = own_targets(func, named)
+    if reduction == "none":
+        return leader.like(func(**named), dim)
+    if reduction == "batchmean" and dim:
+        raise refusal(func, leader, "rows are not counted where tokens are cut", "use reduction='mean'")
+    if context.local_losses and reduction != "sum":
+        named = tree_map_only(GridTensor, GridTensor.whole, named)
+        total, number = (_sum_by_class if func in BY_CLASS else _sum_by_element)(func, named)
+        return group_sum(total, context) / group_sum(number, context).to(total.dtype)
+    of_place = reduction == "sum" and (context.local_losses or not context.has_target_count)
+    loss = func(**named) if context.local_losses else global_loss(context, func, (), named)
+    return group_sum(to_whole(loss), context) if of_place else loss
 
 
 def _average_gradient(context: ModelContext, loss: Tensor) -> Tensor:
@@ -260,8 +304,12 @@ class RootAdapter(Adapter):
         before = {name: (buffer, version_of(buffer)) for name, buffer in buffers}
         self.evaluations += not module.training
         name = self.name if module.training else f"{self.name} evaluation {self.evaluations}"
-        # one seed for all ranks of a place, so that they drop the same elements of tensors that they all hold
+        # one seed for all ranks with the same rows, so that they drop the same elements of tensors that they all hold
         seed = context.clock.key(name, context.grid, REPEATED)
+        if context.grid.shape.context > 1:
+            seed = context.clock.key(
+                f"{name} rows {context.grid.shape.row_place(context.grid.rank)}", context.grid, Layout()
+            )
         recorded = context.grid.recording is not None  # torch's generators cannot be seeded then
         with no_draws() if recorded else _all_seeded(seed, context.grid.device):
             result = self._pass(forward, args, kwargs)
@@ -279,14 +327,17 @@ class RootAdapter(Adapter):
         if context.has_target_count:
             # the caller counted this place's targets; in fp64, because a sum of counts in the caller's dtype may round
             own = torch.as_tensor(kwargs[COUNT], device=context.grid.device)
-            total = sum_over_batch(own.double(), context.grid, "count targets").to(own.dtype)
+            total = sum_over_batch(own.double(), context.grid, "count targets") / context.grid.shape.context
+            total = total.to(own.dtype)  # places of a context group have counted the same targets
             kwargs = {**kwargs, COUNT: total}
         context.require_same_modules()
         context.require_same_parameters()
+        args, kwargs = self._cut_sequences(args, kwargs)
         context.begin_pass()
         try:
             with GlobalLosses(context), counted_changes(context):
                 result = forward(*args, **kwargs)
+                self._require_cuts()
                 for group in list(context.shared_reads):  # some of its layers never asked for their results
                     group.split()
                 result = map_tensors(self._returned, result, in_place=True)
@@ -297,13 +348,50 @@ class RootAdapter(Adapter):
 
     def _returned(self, value: Tensor) -> Tensor:
         """Return the tensor that the caller gets; logits that a loss has read stay cut until somebody reads them."""
+        context = self.context
         if isinstance(value, DTensor):  # computed from parameters alone, without gradients
             return whole_tensor(value)
+        if isinstance(value, SequenceTensor):
+            return value if context.loss_calls and context.grad_enabled else value.whole()
         if not isinstance(value, GridTensor):
             return value
-        context = self.context
         stays = isinstance(value.placement, LogitsPlacement) and context.loss_read_logits and context.grad_enabled
         return value if stays else value.whole()
+
+    def _cut_sequences(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Begin a pass over sequences that are cut, on a grid with a context size.
+
+        Ids stay whole, and are cut where they are looked up. Tensors [rows, seq, features] are cut here.
+        """
+        context = self.context
+        if context.grid.shape.context == 1:
+            return args, kwargs
+        seq = next((tensor.shape[1] for tensor in _tensors((args, kwargs)) if tensor.dim() > 1), 0)
+        if not seq:
+            raise ValueError(
+                f"the grid {context.grid} cuts sequences, and no input of the model has the shape [rows, seq, ...]; "
+                "use a grid with context=1"
+            )
+        if context.own_tokens is None or context.own_tokens.seq != seq:
+            context.own_tokens = OwnTokens(seq, context.grid, context.policy)
+        context.own_tokens.cuts = 0
+
+        def cut(value: Tensor) -> Tensor:
+            if not value.is_floating_point() or value.dim() < 3 or value.shape[1] != seq:
+                return value
+            return SequenceTensor(*cut_plain(context, value, 1), context)
+
+        return map_tensors(cut, (args, kwargs))
+
+    def _require_cuts(self) -> None:
+        """Refuse a model in which nothing was cut: all members would compute the same."""
+        tokens = self.context.own_tokens
+        if tokens is not None and not tokens.cuts:
+            raise RuntimeError(
+                f"the grid {self.context.grid} cuts sequences, and no tensor of the model was cut: sequences are cut "
+                f"where an nn.Embedding or F.embedding looks up ids [rows, {tokens.seq}], or as inputs [rows, "
+                f"{tokens.seq}, features]; use one of these, or a grid with context=1"
+            )
 
     def _is_first_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Return True once per kind of arguments, for a pass with gradients on a grid with several places."""
@@ -311,7 +399,7 @@ class RootAdapter(Adapter):
         flags = [str(value) if isinstance(value, (bool, str)) else "given" for value in args]
         given = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
         kind = (str(module.training), *flags, *given)
-        trains = torch.is_grad_enabled() and grid.shape.places > 1 and not grid.muted
+        trains = torch.is_grad_enabled() and grid.shape.row_places > 1 and not grid.muted
         return trains and self._first_time(kind)
 
     def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
@@ -333,16 +421,16 @@ class RootAdapter(Adapter):
         if not self._first_time("rows of one place"):
             return
         tensors = _tensors((args, kwargs))
-        if tensors and not equal_along(key_of(*map(_digest, tensors)), self.context.grid, WITHIN_PLACE):
+        if tensors and not equal_along(key_of(*map(_digest, tensors)), self.context.grid, (*WITHIN_PLACE, CONTEXT)):
             raise ValueError(
-                "ranks of one (data, z) place were given different rows; all ranks that differ only in x and y read "
-                "the same rows (ff.local_rows cuts a batch like this)"
+                "ranks of one (data, z) place were given different rows; all ranks that differ only in x and y, or are "
+                "in one context group, read the same rows (ff.local_rows cuts a batch like this)"
             )
 
     def _warn_of_same_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Warn, in the first training pass, of a loop that forgot to cut its batch and gives every place all rows."""
         grid, trains = self.context.grid, module.training and torch.is_grad_enabled()
-        if not trains or grid.muted or grid.shape.places == 1 or not self._first_time("rows of all places"):
+        if not trains or grid.muted or grid.shape.row_places == 1 or not self._first_time("rows of all places"):
             return
         tensors = _tensors((args, kwargs))
         if tensors and equal_along(key_of(*map(_digest, tensors)), grid, BATCH) and grid.rank == 0:
@@ -462,6 +550,8 @@ class BlockAdapter(Adapter):
     def _to_rest(self, a: Any) -> Any:
         if not self.context.is_cut:
             return a
+        if isinstance(a, SequenceTensor):
+            return a.like(self._to_rest(a.local)) if a.cut.dim < a.dim() - 1 else a
         stream = isinstance(a, Tensor) and a.dim() > 1 and a.shape[-1] == self.features and a.is_floating_point()
         return to_rest(a, self.context) if stream else a
 

@@ -240,12 +240,13 @@ class RowComparison:
         grid, self.rows = context.grid, rows_along(dim, args, kwargs)
         # the smallest number that divides all places: each sampled place is then repeated equally often, so statistics
         # over all places are those of the sample
-        self.places = next(k for k in range(2, grid.shape.places + 1) if grid.shape.places % k == 0)
+        groups = grid.shape.row_places
+        self.places = next(k for k in range(2, groups + 1) if groups % k == 0)
         # two rows show what one row cannot, such as a statistic over the rows of a place
         self.few = 2 if self.rows >= 2 * self.places else 1
         if not comm.equal_along(self.few, grid, BATCH):
             self.few = 1
-        self.place = grid.shape.place(grid.rank) % self.places
+        self.place = grid.shape.row_place(grid.rank) % self.places
         self._cut: list[Tensor] = []
         """The inputs that were cut to the sampled rows; all others are passed on as they are."""
 
@@ -283,9 +284,14 @@ class RowComparison:
         if value.dim() <= self.dim or value.shape[self.dim] != self.rows:
             return value
         first = value.detach().narrow(self.dim, 0, self.few).movedim(self.dim, 0)
-        rows = gather_rows(first, self.context.grid)[: self.places * self.few].movedim(0, self.dim).contiguous()
+        rows = self._of_sampled(first).movedim(0, self.dim).contiguous()
         self._cut.append(rows)
         return rows
+
+    def _of_sampled(self, rows: Tensor) -> Tensor:
+        """Return the rows of the sampled places; of places with the same rows, the first one's."""
+        every = gather_rows(rows, self.context.grid).unflatten(0, (-1, self.context.grid.shape.context, len(rows)))
+        return every[: self.places, 0].flatten(0, 1)
 
     def _rows_of_one(self, value: Tensor) -> Tensor:
         """Return this place's rows of what `_rows_of_all` gathered."""
@@ -342,12 +348,12 @@ class RowComparison:
 
     def _is_mean(self, alone: Tensor, joint: Tensor, counts: list[Tensor]) -> bool:
         """Return whether a scalar of all rows is the mean or sum of the places' own, plain or weighted by counts."""
-        each, wanted = gather_rows(alone.double().view(1), self.context.grid)[: self.places], joint.double()
+        each, wanted = self._of_sampled(alone.double().view(1)), joint.double()
         within = _tolerance(joint) * torch.cat([each, wanted.view(1)]).abs().amax()
         if any((candidate - wanted).abs() <= within for candidate in (each.mean(), each.sum())):
             return True
         for count in counts:
-            weights = gather_rows(count.double().view(1), self.context.grid)[: self.places]
+            weights = self._of_sampled(count.double().view(1))
             weighted = (each.nan_to_num() * weights).sum() / weights.sum().clamp(min=1)
             if (weighted - wanted).abs() <= within:
                 break

@@ -1,0 +1,209 @@
+"""One attention layer over a context group, beside DeepSpeed's Ulysses: every way in one run, on the CPU.
+
+    pip install 'fourfold[peers]'
+    python benchmarks/context/ulysses.py
+
+Every rank holds the q, k and v of its part of one causal sequence, or of packed documents, fp32, and computes its part
+of the output and the gradients. DeepSpeed's `DistributedAttention` swaps tokens for heads around torch's SDPA, as its
+users run it: parts are neighbouring tokens, and documents are a mask. Fourfold's parts are pairs of chunks, or
+documents by their lengths, and K and V travel in each of its ways. Sides take turns, one step each in every round; a
+step takes as long as its slowest rank. Bytes are those that a rank sends in one step, forward and backward:
+DeepSpeed's by the shapes of its eight all-to-alls. Results are compared with one process.
+
+Ranks are processes that share the machine's cores and send over loopback: times tell what the host and copies cost, not
+how links would be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fourfold as ff
+from benchmarks.shared.rank_pool import RankContext, RankPool
+from benchmarks.shared.tables import RESULTS, markdown_table
+from fourfold.axes import CONTEXT
+from fourfold.context.assign import assign_documents, assign_rows
+from fourfold.context.move import ContextAttention, indices
+from fourfold.engine import Engine, Overlap
+from fourfold.policy import ContextWay
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
+ROUNDS = 7
+DEEPSPEED = "DeepSpeed Ulysses"
+
+
+class LayerRound(NamedTuple):
+    """What a rank measured of one side."""
+
+    seconds: list[float]
+    error: float
+    """The largest difference of output and gradients from one process."""
+    sent: int
+
+
+def whole_sequence(tokens: int) -> list[Tensor]:
+    """q, k, v and the gradient of the output of the whole sequence, [tokens, heads, head_dim]."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(tokens, heads, HEAD_DIM, generator=draw) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+
+
+def mask_of(lengths: tuple[int, ...]) -> Tensor | None:
+    """Return which token reads which, [tokens, tokens]; None for one document."""
+    if len(lengths) == 1:
+        return None
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return (document[:, None] == document).tril()
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of one process: [rows, tokens, heads, head_dim] each."""
+    heads = [part.transpose(1, 2) for part in (q, k, v)]
+    options: Any = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[2] != k.shape[2])
+    return functional.scaled_dot_product_attention(*heads, **options).transpose(1, 2)
+
+
+def step_of(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """Run forward and backward; return the output and the gradients of q, k and v."""
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+class FusedAttention(nn.Module):
+    """The local attention of DeepSpeed's layer."""
+
+    def __init__(self, mask: Tensor | None) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        return causal(q, k, v, self.mask)
+
+
+def deepspeed_side(lengths: tuple[int, ...]) -> tuple[Callable[..., Tensor], Tensor, int]:
+    """Return DeepSpeed's attention, the tokens of this rank, and the bytes that it sends in a step."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    import deepspeed  # an optional peer, slow to import
+    from deepspeed.sequence.layer import DistributedAttention
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    layer = DistributedAttention(FusedAttention(mask_of(lengths)), dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    own = torch.arange(sum(lengths)).chunk(ranks)[rank]
+    elements = 2 * len(own) * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)  # forward and backward of q, k, v and the output
+    sent = elements * 4 * (ranks - 1) // ranks
+    return lambda q, k, v: layer(q[None], k[None], v[None], 0)[0], own, sent
+
+
+def fourfold_side(context: RankContext, way: str, lengths: tuple[int, ...]) -> tuple[Callable[..., Tensor], Tensor]:
+    """Return Fourfold's attention in one way, and the tokens of this rank."""
+    ranks = dist.get_world_size()
+    grid = context.grid(ff.Shape(z=ranks, context=ranks))
+    by_rows = assign_rows(1, sum(lengths), lengths, ranks)
+    assignment = by_rows if len(lengths) == 1 else assign_documents(lengths, ranks)
+    here = ContextAttention(assignment, ContextWay.parse(way), grid)
+    engine = Engine(Overlap(), flights=True)
+    own = indices(here.assignment.own(here.member), torch.device("cpu"))
+    return lambda q, k, v: engine.alone(here.attend(q, k, v, engine, "attention")), own
+
+
+def measure(context: RankContext, lengths: tuple[int, ...], sides: list[str], rounds: int) -> dict[str, LayerRound]:
+    """Run every side in turn, on this rank."""
+    parts, mask = whole_sequence(sum(lengths)), mask_of(lengths)
+    right = step_of(lambda q, k, v: causal(q[None], k[None], v[None], mask)[0], *parts)
+    ready, found = {}, {}
+    for side in sides:
+        attend, own, *sent = deepspeed_side(lengths) if side == DEEPSPEED else fourfold_side(context, side, lengths)
+        ready[side] = attend, [part[own] for part in parts]
+        grid = context.grid(ff.Shape(z=dist.get_world_size(), context=dist.get_world_size()))
+        with grid.ledger.watch() as records:
+            results = step_of(*(attend, *ready[side][1]))
+        error = max(float((one - whole[own]).abs().max()) for one, whole in zip(results, right, strict=True))
+        nbytes = sum(record.wire_bytes for record in records if record.axis == CONTEXT)
+        found[side] = LayerRound([], error, sent[0] if sent else nbytes)
+    for _ in range(rounds):
+        for side in sides:
+            attend, own_parts = ready[side]
+            context.barrier()
+            began = time.perf_counter()
+            step_of(attend, *own_parts)
+            found[side].seconds.append(time.perf_counter() - began)
+    return found
+
+
+def packed_lengths(tokens: int) -> tuple[int, ...]:
+    """Return documents of many lengths, a fourth of all tokens in the longest."""
+    draw, found = random.Random(0), [tokens // 4]
+    while sum(found) < tokens:
+        found.append(min(draw.randint(tokens // 64, tokens // 8), tokens - sum(found)))
+    return tuple(found)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="of the whole sequence")
+    options.add_argument("--ranks", type=int, default=4)
+    options.add_argument("--rounds", type=int, default=ROUNDS)
+    options.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-ulysses.md")
+    chosen = options.parse_args()
+    whole = [DEEPSPEED, f"ulysses:{chosen.ranks}", "gather", "ring"]
+    packed = [DEEPSPEED, f"ulysses:{chosen.ranks}", "exchange"]
+    questions = [
+        *(((tokens,), whole) for tokens in chosen.tokens),
+        *((packed_lengths(tokens), packed) for tokens in chosen.tokens),
+    ]
+    rows = []
+    with_pool = RankPool(chosen.ranks, "cpu", RankContext)
+    try:
+        for lengths, sides in questions:
+            every = with_pool.run(measure, lengths, sides, chosen.rounds)
+            times = {
+                side: [max(each) for each in zip(*(found[side].seconds for found in every), strict=True)]
+                for side in sides
+            }
+            for side in sides:
+                pairs = zip(times[side], times[DEEPSPEED], strict=True)
+                rows.append(
+                    [
+                        f"{sum(lengths):,}",
+                        str(len(lengths)),
+                        side,
+                        f"{1e3 * statistics.median(times[side]):.0f}",
+                        f"{statistics.median(own / peer for own, peer in pairs):.2f}",
+                        f"{max(found[side].sent for found in every) / 2**20:.1f}",
+                        f"{max(found[side].error for found in every):.0e}",
+                    ]
+                )
+    finally:
+        with_pool.close()
+    head = ["tokens", "documents", "way", "ms", "of DeepSpeed's", "MiB sent by a rank", "error"]
+    text = (
+        f"# Attention over a context group, beside DeepSpeed's Ulysses\n\n`python benchmarks/context/ulysses.py`, "
+        f"{date.today()}, {os.cpu_count()} {os.uname().machine} cores shared by {chosen.ranks} ranks, torch "
+        f"{torch.__version__}, DeepSpeed {version('deepspeed')}. Forward and backward of causal attention, {HEADS} "
+        f"query heads and {KV_HEADS} KV heads of {HEAD_DIM}, fp32; medians of {chosen.rounds} rounds, ratios within a "
+        "round.\n\n" + "\n".join(markdown_table(head, rows))
+    )
+    chosen.out.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

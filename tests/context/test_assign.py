@@ -1,0 +1,143 @@
+"""Who holds which tokens: every token once, equally many each, attention about equal, and few keys and values moved."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+
+from benchmarks.context.documents import DISTRIBUTIONS, MEAN, MOVED, WORST
+from fourfold.context.assign import Assignment, Segment, assign_documents, assign_rows
+
+
+def check(found: Assignment, members: int) -> None:
+    """Every token has one holder, and all hold equally many."""
+    tokens = sorted(token for member in range(members) for part in found.own(member) for token in part)
+    assert tokens == list(range(sum(found.lengths)))
+    assert len(found.members) == members
+    assert {sum(map(len, found.own(member))) for member in range(members)} == {len(tokens) // members}
+
+
+def read_by(found: Assignment, reader: int) -> set[tuple[int, int]]:
+    """Every (document, token) that a member's tokens read, pair by pair."""
+    own = [(document, token) for document, start, stop in found.members[reader] for token in range(start, stop)]
+    return {(document, key) for document, token in own for key in range(token + 1)}
+
+
+def drawn_lengths(seed: int, members: int) -> tuple[int, ...]:
+    drawn = random.Random(seed)
+    lengths = [drawn.randint(1, 40 if drawn.random() < 0.2 else 8) for _ in range(drawn.randint(1, 12))]
+    lengths[-1] += -sum(lengths) % members
+    return tuple(lengths)
+
+
+@pytest.mark.parametrize("members", [2, 3, 4, 8])
+def test_every_token_has_one_holder_and_what_is_sent_is_what_is_read(members: int) -> None:
+    for seed in range(30):
+        lengths = drawn_lengths(seed, members)
+        found = assign_documents(lengths, members)
+        check(found, members)
+        for reader in range(members):
+            own = {(doc, token) for doc, start, stop in found.members[reader] for token in range(start, stop)}
+            sent = [
+                (document, token)
+                for sender in range(members)
+                if sender != reader
+                for rows, (document, start, stop) in found.sends(sender, reader)
+                for token, _ in zip(range(start, stop), rows, strict=True)
+            ]
+            assert len(sent) == len(set(sent))
+            assert set(sent) == read_by(found, reader) - own
+        assert found.moved == sum(len(read_by(found, one)) for one in range(members)) - sum(
+            len({(doc, token) for doc, _, stop in held for token in range(stop)} & _own(held)) for held in found.members
+        )
+
+
+def _own(held: tuple[Segment, ...]) -> set[tuple[int, int]]:
+    return {(document, token) for document, start, stop in held for token in range(start, stop)}
+
+
+def test_an_example_by_hand() -> None:
+    """Lengths 6, 2, 2, 2 on two members: the first is cut in pairs of chunks, the last to fill what is left."""
+    found = assign_documents((6, 2, 2, 2), 2)
+    assert found.members == (
+        (Segment(0, 0, 1), Segment(0, 4, 6), Segment(2, 0, 2), Segment(3, 0, 1)),
+        (Segment(0, 1, 4), Segment(1, 0, 2), Segment(3, 1, 2)),
+    )
+    assert found.work == [16, 14]
+    moved = [[segment for _, segment in found.sends(*pair)] for pair in ((1, 0), (0, 1))]
+    assert moved == [[Segment(0, 1, 4)], [Segment(0, 0, 1), Segment(3, 0, 1)]]
+    assert found.moved == 5
+
+
+def test_rows_are_cut_in_pairs_of_chunks() -> None:
+    found = assign_rows(2, 8, (8, 8), 2)
+    assert found.members[0] == (Segment(0, 0, 2), Segment(0, 6, 8), Segment(1, 0, 2), Segment(1, 6, 8))
+    assert found.members[1] == (Segment(0, 2, 6), Segment(1, 2, 6))
+    assert found.work == [36, 36]
+    apart = assign_rows(2, 8, (5, 3, 8), 2)  # the same tokens, as segments of documents
+    assert [apart.own(member) for member in range(2)] == [
+        [range(2), range(6, 8), range(8, 10), range(14, 16)],
+        [range(2, 5), range(5, 6), range(10, 14)],
+    ]
+
+
+@pytest.mark.parametrize(("rows", "seq", "members"), [(1, 7, 2), (3, 10, 3), (2, 5, 4), (5, 3, 8), (1, 1, 4)])
+def test_rows_that_do_not_divide(rows: int, seq: int, members: int) -> None:
+    """Tokens behind the rows make all members equal; all chunks are as even as they can be."""
+    lacking = -rows * seq % members
+    found = assign_rows(rows, seq, ((seq,) * rows + (1,) * lacking), members)
+    check(found, members)
+
+
+def test_best_of_all_assignments_of_few_tokens() -> None:
+    """Beside the least attention of the busiest member that any assignment of single tokens has."""
+    drawn, worst = random.Random(0), []
+    for _ in range(25):
+        members = drawn.choice((2, 3))
+        lengths = [drawn.randint(1, 5) for _ in range(drawn.randint(1, 4))]
+        lengths[-1] += -sum(lengths) % members
+        if members ** sum(lengths) > 20_000:
+            continue
+        areas = [token + 1 for length in lengths for token in range(length)]
+        share, best = len(areas) // members, sum(areas)
+        for holders in product(range(members), repeat=len(areas)):
+            if all(holders.count(member) == share for member in range(members)):
+                work = [0] * members
+                for holder, each in zip(holders, areas, strict=True):
+                    work[holder] += each
+                best = min(best, max(work))
+        worst.append(max(assign_documents(tuple(lengths), members).work) - best)
+    assert len(worst) >= 10
+    assert max(worst) <= 3, "in pairs of query and key, of which a member has 5 to 30"
+
+
+# --- what documents of real lengths give
+
+
+@pytest.mark.parametrize("members", [4, 8, 16])
+@pytest.mark.parametrize("lengths_of", DISTRIBUTIONS.values())
+def test_attention_is_balanced_and_little_moves(lengths_of: Callable[[random.Random], list[int]], members: int) -> None:
+    found = [assign_documents(tuple(lengths_of(random.Random(seed))), members) for seed in range(20)]
+    imbalance = [one.imbalance for one in found]
+    moved = [one.moved / ((members - 1) * sum(one.lengths)) for one in found]
+    assert sum(imbalance) / len(found) <= MEAN
+    assert max(imbalance) <= WORST
+    assert sum(moved) / len(found) <= MOVED, "of what a gather moves"
+
+
+def test_a_thousand_documents_take_milliseconds() -> None:
+    drawn = random.Random(1)
+    lengths = [max(1, int(drawn.lognormvariate(6, 1))) for _ in range(1000)]
+    lengths[-1] += -sum(lengths) % 8
+    began = time.process_time()
+    assign_documents(tuple(lengths), 8)
+    assert time.process_time() - began < 0.05, "it takes 4 ms; ten times as long would be another algorithm"
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="7 tokens cannot be cut evenly over context=2"):
+        assign_documents((3, 4), 2)
