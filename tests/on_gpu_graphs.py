@@ -7,10 +7,10 @@ Every check prints a line. Start an MPS daemon first where ranks are to run at t
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from fourfold.grid import Shape
 from fourfold.nn.lora import LoraConfig
 from fourfold.params import local_of
 from fourfold.step_graph import StepGraph
+from fourfold.tiles import pad_lengths
 from fourfold.train.guard import Guard
-from harness import DEVICE, Ranks, grid_of
+from gpu_checks import Check, on_ranks, run_checks
+from harness import grid_of
 
 SHAPES = [Shape(x=2, z=2), Shape(x=2, data=2), Shape(z=4), Shape(x=4), Shape(y=2, z=2), Shape(data=4)]
 
@@ -34,6 +36,18 @@ def batches(grid: ff.Grid, steps: int, rows: int = 8, seq: int = 32) -> list[tor
     generator = torch.Generator().manual_seed(5)
     drawn = [torch.randint(0, 250, (rows, seq), generator=generator) for _ in range(steps)]
     return [ff.local_rows(tokens, grid).to(grid.device) for tokens in drawn]
+
+
+def lengths_of(tokens: torch.Tensor, step: int, grid: ff.Grid) -> list[int]:
+    """Return other lengths of packed documents in every step and at every place."""
+    drawn = random.Random(f"{step} {grid.coords['z']} {grid.coords['data']}")
+    found = []
+    for _ in tokens:
+        left = tokens.shape[1]
+        while left:
+            found.append(drawn.randint(1, left))
+            left -= found[-1]
+    return found
 
 
 def train(
@@ -46,6 +60,7 @@ def train(
     optimizer_kind: str = "AdamW",
     lora: LoraConfig | None = None,
     micro_steps: int = 1,
+    documents: bool = False,
     policy: dict[str, Any],
     **changes: Any,
 ) -> tuple[list[float], list[torch.Tensor], str]:
@@ -64,13 +79,16 @@ def train(
     optimizer = getattr(ff.optim, optimizer_kind)(model, lr=1e-3)
     schedule = ff.optim.LearningRateSchedule(1e-2, steps, warmup=3)
 
-    def compute(parts: list[torch.Tensor], limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(
+        parts: list[torch.Tensor], limit: torch.Tensor, lengths: list[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         count = ff.count_targets(torch.stack(parts), grid) if len(parts) > 1 else None
         given = {} if count is None else {"count": count}
         model.gradients.begin_step(len(parts))
         loss = torch.zeros((), device=grid.device)
-        for part in parts:
-            share = model(part, part, **given)
+        for part, known in zip(parts, lengths, strict=True):
+            packed = {} if known is None else {"documents": known}
+            share = model(part, part, **given, **packed)
             share.backward()
             loss += share.detach()
         clipped = optimizer.clip_and_step(1.0, unless=loss > limit)
@@ -83,7 +101,11 @@ def train(
         model.clock.begin_step(number)
         schedule.apply(optimizer, number + 1)
         limit = torch.full((), 0.0 if number == 7 else torch.inf, device=grid.device)  # step 7 is skipped
-        found += step(list(tokens.chunk(micro_steps)), limit)
+        parts = list(tokens.chunk(micro_steps))
+        packed = [lengths_of(part, number, grid) if documents else None for part in parts]
+        if recorded:
+            packed = [one and pad_lengths(one, parts[0].numel()).to(grid.device) for one in packed]
+        found += step(parts, limit, packed)
         if number == 9:  # evaluation in between
             with torch.no_grad():
                 model.eval()
@@ -123,6 +145,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "dropout": ("gpt-tiny", {"recompute": "block"}, 2, {"dropout": 0.2, "attention_dropout": 0.0}),
     "chunked loss": ("gpt-tiny", {"loss_chunk": 16}, 1, {}),
     "compiled": ("gpt-tiny", {"compile": True}, 1, {}),
+    "documents": ("llama-tiny", {"compute_dtype": "bfloat16"}, 2, {"documents": True}),
+    "documents and halves": (
+        "gpt-tiny",
+        {"compute_dtype": "bfloat16", "overlap": ff.Overlap(halves=2)},
+        1,
+        {"documents": True},
+    ),
     "sgd": ("gpt-tiny", {}, 1, {"optimizer_kind": "SGD"}),
     "tokens to the table": ("gpt-tiny", {"even_tokens": True}, 1, {"vocab": 1000}),
     "lora": ("gpt-tiny", {}, 1, {"lora": LoraConfig(rank=4, dropout=0.1)}),
@@ -131,8 +160,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-def replays(shape: Shape, folder: str, number: int) -> dict[str, float]:
-    """Replay a step many times while the watch is on; return milliseconds per step, eager and replayed."""
+def replays(shape: Shape, folder: str, number: int) -> str:
+    """Replay a step many times while the watch is on; say how many milliseconds a step takes, eager and replayed."""
     grid = grid_of(shape)
     model = ff.models.build(
         ff.models.config("gpt-125m", layers=4), grid, policy=ff.Policy(compute_dtype=torch.bfloat16)
@@ -161,10 +190,11 @@ def replays(shape: Shape, folder: str, number: int) -> dict[str, float]:
         torch.cuda.synchronize()
         times[kind] = (time.perf_counter() - began) / count * 1e3
     times["loss"] = loss.item()
-    times["recorded"] = float(step.recorded)
     guard.close(done=True)
+    recorded = step.recorded
     step.release()
-    return {**times, **({} if step.recorded else {step.reason: 0.0})}
+    said = ", ".join(f"{kind} {value:.2f}" for kind, value in times.items())
+    return f"ok {said}" if recorded else step.reason
 
 
 def saves(shape: Shape, folder: str) -> str:
@@ -193,7 +223,7 @@ def saves(shape: Shape, folder: str) -> str:
     same = all(torch.equal(local_of(now), was) for now, was in zip(model.parameters(), saved, strict=True))
     recorded = step.recorded
     step.release()
-    return "the same" if same and recorded else ""
+    return "" if same and recorded else "the last save is not what was saved, or nothing was recorded"
 
 
 def refused(shape: Shape) -> str:
@@ -214,37 +244,24 @@ def refused(shape: Shape) -> str:
     step = StepGraph(compute, model)
     losses = [step(tokens).item() for tokens in batches(grid, 8)]
     torch.rand(1, device=grid.device)  # a failed recording leaves torch's generators as they were
-    return f"{step.reason} | {losses[0]:.3f} {losses[-1]:.3f} | {step.recorded}"
+    said = f"{step.reason} | {losses[0]:.3f} {losses[-1]:.3f}"
+    return f"ok {said}" if step.reason and not step.recorded else said
 
 
 def main(names: list[str]) -> int:
-    if DEVICE != "cuda" or not torch.cuda.is_available():
-        print("set FOURFOLD_TEST_DEVICE=cuda on a machine with a GPU")
-        return 2
-    failed = 0
-    pool = Ranks(4)
-    checks: dict[str, Callable[[], list[Any]]] = {}
+    checks: dict[str, Check] = {}
     folder = tempfile.mkdtemp()
     for shape in (Shape(x=2, z=2), Shape(x=2, data=2)):
-        checks[f"1000 replays on {shape}"] = lambda shape=shape: pool.run(replays, shape, folder, 1000, timeout=200)
-    checks["saves beside replays"] = lambda: pool.run(saves, Shape(x=2, z=2), tempfile.mkdtemp(), timeout=200)
-    checks["refused"] = lambda: pool.run(refused, Shape(x=2, z=2), timeout=100)
+        checks[f"1000 replays on {shape}"] = on_ranks(4, replays, shape, folder, 1000)
+    checks["saves beside replays"] = on_ranks(4, saves, Shape(x=2, z=2), tempfile.mkdtemp())
+    checks["refused"] = on_ranks(4, refused, Shape(x=2, z=2))
     for number, (name, case) in enumerate(CASES.items()):
         for shape in SHAPES[:3] if name == "compiled" else (SHAPES[number % 6], SHAPES[(number + 1) % 6]):
-            checks[f"{name} on {shape}"] = lambda shape=shape, case=case: pool.run(agree, shape, *case, timeout=200)
-    for name, check in checks.items():
-        if names and not any(part in name for part in names):
-            continue
-        began = time.monotonic()
-        try:
-            found = check()
-        except Exception as error:
-            found = [f"{type(error).__name__}: {error}"]
-            pool = Ranks(4)
-        good = not any(found) if " on " in name and "replays" not in name else all(found)
-        failed += not good
-        print(f"{'ok    ' if good else 'FAILED'} {time.monotonic() - began:5.1f} s {name}: {found[0]}", flush=True)
-    return failed > 0
+            checks[f"{name} on {shape}"] = on_ranks(4, agree, shape, *case)
+    for way in ("gather", "ring", "ulysses:2", "auto"):
+        policy = {"context_way": way, "compute_dtype": "bfloat16"}
+        checks[f"context, {way}"] = on_ranks(4, agree, Shape(z=4, context=2), "llama-tiny", policy, 1, {})
+    return run_checks(checks, names)
 
 
 if __name__ == "__main__":

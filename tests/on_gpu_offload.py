@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -22,7 +22,8 @@ from fourfold.grid import Grid, Shape
 from fourfold.params import local_of
 from fourfold.pipeline import forward_backward
 from fourfold.policy import Overlap, Policy
-from harness import DEVICE, Ranks, grid_of
+from gpu_checks import Check, on_ranks, run_checks
+from harness import DEVICE, grid_of
 
 BF16 = torch.bfloat16
 CYCLES = 20_000_000
@@ -145,37 +146,18 @@ def hidden() -> str:
     )
     # A quarter of the copies may show: the first one back has less to hide behind, and copies slow down computation.
     good = with_it - without < alone / 4 and saved > LARGE["layers"] - 4 and offloader.pool.made == LARGE["layers"]
-    return said if good else f"! {said}"
+    return f"ok {said}" if good else said
 
 
 def main(names: list[str]) -> int:
-    if DEVICE != "cuda" or not torch.cuda.is_available():
-        print("set FOURFOLD_TEST_DEVICE=cuda on a machine with a GPU")
-        return 2
-    failed = 0
-    pools: dict[int, Ranks] = {}
-    checks: dict[str, Callable[[], list[str]]] = {"time and memory": lambda: [hidden()]}
+    checks: dict[str, Check] = {"time and memory": lambda: [hidden()]}
     for name, (shape, _) in CASES.items():
-        for slow in ("", "copies", "computation"):
-            if shape.world == 1:
-                checks[f"{name}, slow {slow}" if slow else name] = lambda name=name, slow=slow: [agree(name, slow)]
-            elif not slow:
-                checks[name] = lambda name=name, world=shape.world: pools.setdefault(world, Ranks(world)).run(
-                    agree, name, timeout=200
-                )
-    for name, check in checks.items():
-        if names and not any(part in name for part in names):
+        if shape.world > 1:
+            checks[name] = on_ranks(shape.world, agree, name)
             continue
-        began = time.monotonic()
-        try:
-            found = check()
-        except Exception as error:
-            found = [f"! {type(error).__name__}: {error}"]
-            pools.clear()
-        good = not any(found) if name != "time and memory" else not found[0].startswith("!")
-        failed += not good
-        print(f"{'ok    ' if good else 'FAILED'} {time.monotonic() - began:5.1f} s {name}: {found[0]}", flush=True)
-    return failed > 0
+        for slow in ("", "copies", "computation"):
+            checks[f"{name}, slow {slow}" if slow else name] = lambda name=name, slow=slow: [agree(name, slow)]
+    return run_checks(checks, names)
 
 
 if __name__ == "__main__":

@@ -250,31 +250,28 @@ def attend(
     k: Tensor,
     v: Tensor,
     rope: tuple[Tensor, Tensor] | None,
-    mask: Tensor | None,
     dropout: float = 0.0,
     *,
     kind: HeadKind,
 ) -> Tensor:
-    """Return what the heads read, side by side: [tokens, columns]."""
+    """Return what the heads read of their rows, side by side: [tokens, columns]."""
     if rope is not None:
         q, k = rotate(q, *rope), rotate(k, *rope)
     rows, seq, *_ = q.shape
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     if q.is_meta:  # a dry run keeps what the fused kernel keeps; torch would choose the unfused one on meta
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out = fused(q, k, v, dropout, mask is None, attn_mask=mask)[0]
+        out = fused(q, k, v, dropout, True)[0]
     else:
-        options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=kind.grouped, dropout_p=dropout)
+        options = dict(is_causal=True, enable_gqa=kind.grouped, dropout_p=dropout)
         out = functional.scaled_dot_product_attention(q, k, v, **options)
     return out.transpose(1, 2).reshape(rows * seq, -1)
 
 
-def attend_from(
-    qkv: Tensor, rows: int, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, *, kind: HeadKind
-) -> Tensor:
+def attend_from(qkv: Tensor, rows: int, rope: tuple[Tensor, Tensor] | None, *, kind: HeadKind) -> Tensor:
     """Return `attend` of the heads in qkv: compiled, backward writes the gradients of q, k and v side by side."""
     q, k, v = split_heads(qkv, rows, kind)
-    return attend(q, k, v, rope, mask, kind=kind)
+    return attend(q, k, v, rope, kind=kind)
 
 
 def rotate(a: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ class Recording:
         """Called before each replay."""
         self.after: list[Callable[[], None]] = []
         """Called after each replay was launched."""
+        self.kept: list[object] = []
+        """What holds tensors of before the recording that the graph reads, and that others may let go of."""
         self.earlier = earlier
         """How often each gradient of before the step was written, by its id; a replay finds others in their place."""
         self._marks = torch.arange(MOST_MARKS, device=device)

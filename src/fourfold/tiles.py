@@ -9,18 +9,31 @@ A query may read several tiles, whose results are merged:
     E15  lse = log(sum_j exp(lse_j)),  out = sum_j exp(lse_j - lse) out_j
 
 Backward of a tile takes the merged out and lse, so tiles need nothing of each other.
+
+`Tiles.calls` says how kernels compute them. In half precision on a GPU one kernel reads many tiles of any lengths
+(`Pack`); elsewhere a kernel reads one (`Piece`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fourfold.kernels import widen
+
+HALF = (torch.bfloat16, torch.float16)
+TOKENS_PER_DOCUMENT = 64
+"""The fewest tokens of a document on average for which recorded steps have room: blocks of threads start for every
+document that there might be."""
+LSE_ROWS = 32
+"""torch's memory-efficient attention pads lse to a multiple of this many queries."""
 
 
 class Tile(NamedTuple):
@@ -31,10 +44,37 @@ class Tile(NamedTuple):
     causal: bool = True
     """Whether the last query reads all keys and each one before it one key less; otherwise all read all."""
     times: int = 1
-    """The number of equal tiles, side by side in both ranges."""
+    """The number of equal documents, side by side, each of which reads itself."""
 
 
-def document_tiles(lengths: Iterable[int]) -> tuple[Tile, ...]:
+class Tiles(tuple[Tile, ...]):
+    """Tiles that are read together, with the calls of kernels that read them: made once for all layers."""
+
+    def calls(self, q: Tensor) -> Sequence[Call]:
+        """Return what kernels compute, for queries like these; those that read first come first."""
+        if not takes_packs(q):
+            return self.pieces
+        packs: dict[torch.device, list[Pack]] = self.__dict__.setdefault("packs", {})
+        if q.device not in packs:
+            packs[q.device] = list(_packs(self, q.device))
+        return packs[q.device]
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        return list(_pieces(self))
+
+    def require_all(self, queries: int) -> None:
+        """Raise an error if a query is in no tile."""
+        covered = 0
+        for start, stop in sorted((tile.queries.start, tile.queries.stop) for tile in self):
+            if start > covered:
+                break
+            covered = max(covered, stop)
+        if covered != queries:
+            raise ValueError(f"tiles must cover all {queries} queries; got {[tile.queries for tile in self]}")
+
+
+def document_tiles(lengths: Iterable[int]) -> Tiles:
     """Return the tiles of documents of these lengths, one after another; equal neighbours share a tile."""
     found: list[Tile] = []
     start, last = 0, 0
@@ -46,10 +86,66 @@ def document_tiles(lengths: Iterable[int]) -> tuple[Tile, ...]:
         else:
             found.append(Tile(range(start, stop), range(start, stop)))
         start, last = stop, length
-    return tuple(found)
+    return Tiles(found)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], dropout: float = 0.0) -> Tensor:
+class Documents:
+    """Packed documents of which a GPU knows the beginnings and the host how many there are at most: recorded steps read
+    other documents in every replay.
+    """
+
+    def __init__(self, positions: Tensor, most: int) -> None:
+        """`positions` [rows, seq] are 0 where a document begins; none is longer than a row."""
+        self.positions, self.most = positions, most
+
+    @cached_property
+    def _pack(self) -> Pack:
+        tokens = self.positions.numel()
+        begins = self.positions == 0
+        begins[:, 0] = True  # nothing is read across rows
+        starts = torch.nonzero_static(begins.flatten(), size=self.most + 1, fill_value=tokens)
+        lengths = starts.flatten().int()
+        everything, longest = slice(0, tokens), self.positions.shape[1]
+        return Pack(everything, everything, True, True, lengths, lengths, longest, longest)
+
+    @cached_property
+    def _tiles(self) -> Tiles:
+        return document_tiles(document_lengths(self.positions))
+
+    def calls(self, q: Tensor) -> Sequence[Call]:
+        """As of `Tiles`. Where no kernel reads documents of unknown lengths, the host waits for them."""
+        if takes_packs(q):
+            return [self._pack]
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"packed documents are read on the device in bf16 and fp16 alone, not in {q.dtype}")
+        return self._tiles.calls(q)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return self._tiles.pieces
+
+    def require_all(self, queries: int) -> None:
+        """Every token is in a document."""
+
+
+def document_lengths(positions: Tensor) -> list[int]:
+    """Return the lengths of packed documents, over all rows; the host waits for the positions."""
+    if positions.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a recorded step needs the number of packed documents: give documents=, see pad_lengths")
+    starts = (positions.flatten() == 0).nonzero().flatten().tolist()
+    return [stop - start for start, stop in pairwise([*starts, positions.numel()])]
+
+
+def pad_lengths(lengths: Sequence[int], tokens: int) -> Tensor:
+    """Return the lengths of packed documents with zeros behind them, in a tensor whose size hardly ever depends on
+    their number: a recorded step can then read other documents. It is doubled while they do not fit."""
+    room = max(16, tokens // TOKENS_PER_DOCUMENT)
+    while room < len(lengths):
+        room *= 2
+    return functional.pad(torch.tensor(lengths, device="cpu"), (0, room - len(lengths)))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles | Documents, dropout: float = 0.0) -> Tensor:
     """Return what queries [tokens, heads, head_dim] read of the keys and values: [tokens, heads, head_dim].
 
     Several query heads may share a KV head. Every query must be in a tile. Dropout needs tiles that share no queries.
@@ -63,7 +159,7 @@ class Attend(torch.autograd.Function):
     """Attention of queries over their tiles; keeps q, k, v, out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles | Documents) -> Tensor:
         reading = Reading(q)
         reading.read(k, v, tiles)
         out, lse = reading.result()
@@ -76,33 +172,41 @@ class Attend(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         gradients = Unreading(dout, q, out, lse)
         dk, dv = gradients.unread(k, v, ctx.tiles)
-        return gradients.dq.to(q.dtype), dk, dv, None
+        return gradients.dq, dk, dv, None
 
 
 class Reading:
-    """What queries have read so far; keys may come part by part."""
+    """What queries have read so far. Keys may come part by part; those that come first are read by all queries."""
 
     def __init__(self, q: Tensor) -> None:
         self.q = q
-        self._parts: dict[range, tuple[Tensor, Tensor]] = {}
-        """out and lse by their range of queries."""
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
 
-    def read(self, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> None:
+    def read(self, k: Tensor, v: Tensor, tiles: Tiles | Documents) -> None:
         """Read further tiles of these keys and values."""
-        for tile in tiles:
-            for piece in _pieces(tile):
-                out, lse = _read(self.q, k, v, piece)
-                before = self._parts.get(tile.queries)
-                self._parts[tile.queries] = (out, lse) if before is None else _merged(*before, out, lse)
+        begun = self._out is not None
+        if not begun:
+            tiles.require_all(len(self.q))
+        for call in tiles.calls(self.q):
+            queries = call.queries
+            out, lse = call.read(_rows(self.q, queries), k[call.keys], v[call.keys])
+            if self._out is None or self._lse is None:
+                if _is_all(queries, self.q):
+                    self._out, self._lse = out, lse
+                    continue
+                self._out, self._lse = torch.empty_like(self.q), lse.new_empty(self.q.shape[:2])
+            if begun or not call.first:
+                self._out = widen(self._out)
+                out, lse = _merged(_rows(self._out, queries), _rows(self._lse, queries), out, lse)
+            self._out[queries] = out
+            self._lse[queries] = lse
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return out [tokens, heads, head_dim] and lse [tokens, heads]."""
-        ranges = sorted(self._parts, key=lambda queries: queries.start)
-        borders = [0, *(queries.stop for queries in ranges)]
-        if [*(queries.start for queries in ranges), len(self.q)] != borders:
-            raise ValueError(f"tiles must cover all {len(self.q)} queries; got {ranges}")
-        outs, sums = zip(*(self._parts.pop(queries) for queries in ranges), strict=True)
-        return torch.cat(outs).to(self.q.dtype) if len(outs) > 1 else outs[0].to(self.q.dtype), torch.cat(sums)
+        if self._out is None or self._lse is None:
+            raise RuntimeError("nothing was read")
+        return self._out.to(self.q.dtype), self._lse
 
 
 class Unreading:
@@ -110,80 +214,273 @@ class Unreading:
 
     def __init__(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> None:
         self.dout, self.q, self.out, self.lse = dout, q, out, lse
-        self.dq = torch.zeros_like(widen(q))
-        """The sum so far, in fp32 or wider."""
+        self._dq = _Sum(q)
 
-    def unread(self, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> tuple[Tensor, Tensor]:
+    @property
+    def dq(self) -> Tensor:
+        """The sum so far."""
+        return self._dq.total()
+
+    def unread(self, k: Tensor, v: Tensor, tiles: Tiles | Documents) -> tuple[Tensor, Tensor]:
         """Add to dq, and return dk and dv, what these tiles owe."""
-        dk, dv = (torch.zeros_like(widen(part)) for part in (k, v))
-        for tile in tiles:
-            for piece in _pieces(tile):
-                parts = _unread(self.dout, self.q, k, v, self.out, self.lse, piece)
-                for total, span, part in zip((self.dq, dk, dv), (0, 1, 1), parts, strict=True):
-                    _of(total, piece, span).add_(part)
-        return dk.to(k.dtype), dv.to(v.dtype)
+        sums = self._dq, _Sum(k), _Sum(v)
+        for call in tiles.calls(self.q):
+            dout, q, out, lse = (_rows(part, call.queries) for part in (self.dout, self.q, self.out, self.lse))
+            parts = call.unread(dout, q, k[call.keys], v[call.keys], out, lse)
+            for total, rows, part in zip(sums, (call.queries, call.keys, call.keys), parts, strict=True):
+                total.add(rows, part)
+        return sums[1].total(), sums[2].total()
 
 
-# --- pieces: what one kernel computes
+class _Sum:
+    """The sum of parts over some rows each of a tensor, in fp32 or wider unless one part is all of it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._sum: Tensor | None = None
+
+    def add(self, rows: slice | Tensor, part: Tensor) -> None:
+        if self._sum is None and _is_all(rows, self._like):
+            self._sum = part
+            return
+        self._sum = torch.zeros_like(widen(self._like)) if self._sum is None else widen(self._sum)
+        if isinstance(rows, slice):
+            self._sum[rows].add_(part)
+        else:
+            self._sum[rows] += part  # rows are named once, so that no two parts are added at the same time
+
+    def total(self) -> Tensor:
+        return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
 
 
-class _KernelPiece(NamedTuple):
-    """A part of a tile in which causal queries and keys are equally many."""
+def _rows(tensor: Tensor, rows: slice | Tensor) -> Tensor:
+    return tensor if _is_all(rows, tensor) else tensor[rows]
 
-    spans: tuple[range, range]
-    """The tokens of the queries and the keys of all equal tiles."""
-    offsets: tuple[slice, slice]
-    """The part of each tile's queries and keys."""
+
+def _is_all(rows: slice | Tensor, tensor: Tensor) -> bool:
+    return isinstance(rows, slice) and rows.stop - rows.start == len(tensor)
+
+
+# --- what one kernel computes
+
+
+class Call(Protocol):
+    """Some queries, and the keys that they read."""
+
+    @property
+    def queries(self) -> slice | Tensor:
+        """The rows of q, each once."""
+
+    @property
+    def keys(self) -> slice: ...
+    @property
+    def first(self) -> bool:
+        """Whether these queries have read no other of the tiles before."""
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out [tokens, heads, head_dim] and lse [tokens, heads], given these queries and keys alone."""
+        ...
+
+    def unread(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what this adds to dq, dk and dv."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tile, or a part of one in which causal queries and keys are equally many."""
+
+    queries: slice
+    keys: slice
+    first: bool
     causal: bool
     times: int
 
+    def read(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.by_head(q, k, v)
+        if _has_fused(q):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, self.causal)
+        elif _has_efficient(q):
+            out, lse = _read_efficiently(q, k, v, causal=self.causal)
+        else:
+            out, lse = read_by_products(q, k, v, causal=self.causal)
+        return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
-def _pieces(tile: Tile) -> Iterator[_KernelPiece]:
+    def unread(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.by_head(dout, q, k, v, out, lse)
+        if _has_fused(q):
+            backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            dq, dk, dv = backward(*heads, 0.0, self.causal)
+        elif _has_efficient(q):
+            dq, dk, dv = _unread_efficiently(*heads, causal=self.causal)
+        else:
+            dq, dk, dv = unread_by_products(*heads, causal=self.causal)
+        dq, dk, dv = (part.transpose(1, 2).flatten(0, 1) for part in (dq, dk, dv))
+        return dq, dk, dv
+
+    def by_head(self, *parts: Tensor) -> list[Tensor]:
+        """[times * tokens, heads, ...] -> [times, heads, tokens, ...]"""
+        return [part.unflatten(0, (self.times, -1)).transpose(1, 2) for part in parts]
+
+
+def _pieces(tiles: Iterable[Tile]) -> Iterator[Piece]:
     """Yield the keys that all queries read, then the square. torch aligns other causal masks at the first query."""
-    queries, keys = len(tile.queries) // tile.times, len(tile.keys) // tile.times
-    spans, everything = (tile.queries, tile.keys), slice(None)
-    if not tile.causal:
-        yield _KernelPiece(spans, (everything, everything), causal=False, times=tile.times)
-        return
-    if keys < queries:
-        raise ValueError(f"a causal tile of {queries} queries has at least as many keys, not {keys}")
-    if keys > queries:
-        yield _KernelPiece(spans, (everything, slice(keys - queries)), causal=False, times=tile.times)
-    yield _KernelPiece(spans, (everything, slice(keys - queries, None)), causal=True, times=tile.times)
-
-
-def _of(tensor: Tensor, piece: _KernelPiece, side: int) -> Tensor:
-    """Return the part of a tensor over queries (side 0) or keys (side 1): [times, tokens, heads, ...]."""
-    span = piece.spans[side]
-    return tensor[span.start : span.stop].unflatten(0, (piece.times, -1))[:, piece.offsets[side]]
-
-
-def _read(q: Tensor, k: Tensor, v: Tensor, piece: _KernelPiece) -> tuple[Tensor, Tensor]:
-    """Return out [tokens, heads, head_dim] and lse [tokens, heads] of a piece."""
-    heads = [_of(part, piece, side).transpose(1, 2) for part, side in ((q, 0), (k, 1), (v, 1))]
-    if _has_fused(q):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, piece.causal)
-    else:
-        out, lse = read_by_products(*heads, causal=piece.causal)
-    return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-
-
-def _unread(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: _KernelPiece
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a piece adds to dq, dk and dv: [times, tokens, heads, head_dim]."""
-    sides = ((dout, 0), (q, 0), (k, 1), (v, 1), (out, 0), (lse, 0))
-    heads = [_of(part, piece, side).transpose(1, 2) for part, side in sides]
-    if _has_fused(q):
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, piece.causal)
-    else:
-        dq, dk, dv = unread_by_products(*heads, causal=piece.causal)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    begun: set[int] = set()
+    for queries, keys, causal, times in tiles:
+        tokens, read = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        first = queries.start not in begun
+        begun.add(queries.start)
+        if not causal or len(keys) == len(queries):
+            yield Piece(tokens, read, first, causal, times)
+            continue
+        if len(keys) < len(queries):
+            raise ValueError(f"a causal tile of {len(queries)} queries has at least as many keys, not {len(keys)}")
+        if times > 1:
+            raise ValueError("equal tiles side by side have as many keys as queries")
+        square = keys.stop - len(queries)
+        yield Piece(tokens, slice(keys.start, square), first, causal=False, times=1)
+        yield Piece(tokens, slice(square, keys.stop), first=False, causal=True, times=1)
 
 
 def _has_fused(a: Tensor) -> bool:
-    """Return whether torch has a fused kernel for these tensors that also returns lse; a dry run counts its memory."""
+    """Return whether torch has its fused kernel for the CPU for these tensors; a dry run counts its memory."""
     return a.device.type in ("cpu", "meta")
+
+
+def _has_efficient(a: Tensor) -> bool:
+    """Return whether torch's memory-efficient attention takes these tensors: those that fill 16 bytes."""
+    return a.is_cuda and a.dtype != torch.float64 and a.shape[-1] * a.itemsize % 16 == 0
+
+
+def _read_efficiently(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    k, v = _for_queries(k, q), _for_queries(v, q)
+    out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _unread_efficiently(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    padded = functional.pad(lse, (0, -lse.shape[2] % LSE_ROWS))
+    every, nothing = [True, True, True, False], torch.zeros((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, _for_queries(k, q), _for_queries(v, q), None, out, padded, nothing, nothing, 0.0, every, causal
+    )
+    return dq, _of_keys(dk, k), _of_keys(dv, v)
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Tiles whose keys lie one after another, for the kernel that takes many lengths (FlashAttention).
+
+    Tile i has the queries `lengths_q[i]` to `lengths_q[i + 1]`, and likewise keys. Keys that no query reads are tiles
+    without queries. A causal mask ends at the last query and the last key, as that of a `Tile`.
+    """
+
+    queries: slice | Tensor
+    keys: slice
+    first: bool
+    causal: bool
+    lengths_q: Tensor
+    lengths_k: Tensor
+    longest_q: int
+    longest_k: int
+
+    @property
+    def _lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.lengths_q, self.lengths_k, self.longest_q, self.longest_k
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *self._lengths, 0.0, self.causal, False)
+        return out, lse.t()
+
+    def unread(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        nothing = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
+        options = *self._lengths, 0.0, self.causal, nothing, nothing
+        given = dout.contiguous(), q, k, v, out, lse.t().contiguous()
+        return torch.ops.aten._flash_attention_backward(*given, *options)
+
+
+def takes_packs(a: Tensor) -> bool:
+    """Return whether the kernel for many lengths takes these heads."""
+    return a.is_cuda and a.dtype in HALF and a.shape[-1] % 8 == 0 and a.shape[-1] <= 256
+
+
+def _packs(tiles: Iterable[Tile], device: torch.device) -> Iterator[Pack]:
+    """Yield packs of tiles whose keys do not overlap, those that are read first before all others."""
+    by_kind: dict[tuple[bool, bool], list[tuple[range, range]]] = {}
+    begun: set[int] = set()
+    for queries, keys, causal, times in tiles:
+        length, read = len(queries) // times, len(keys) // times
+        if causal and read < length:
+            raise ValueError(f"a causal tile of {length} queries has at least as many keys, not {read}")
+        kind = by_kind.setdefault((queries.start in begun, causal), [])
+        begun.add(queries.start)
+        kind += [(queries[n * length : (n + 1) * length], keys[n * read : (n + 1) * read]) for n in range(times)]
+    for (again, causal), pairs in sorted(by_kind.items()):
+        for packed in _without_overlap(pairs):
+            yield _pack(packed, device, first=not again, causal=causal)
+
+
+def _without_overlap(pairs: Iterable[tuple[range, range]]) -> list[list[tuple[range, range]]]:
+    """Return pairs of queries and keys in as few lists as possible, in the order of their keys; in each, keys do not
+    overlap and no queries come twice."""
+    found: list[list[tuple[range, range]]] = []
+    named: list[set[int]] = []
+    for queries, keys in sorted(pairs, key=lambda pair: pair[1].start):
+        for packed, starts in zip(found, named, strict=True):
+            if packed[-1][1].stop <= keys.start and queries.start not in starts:
+                break
+        else:
+            packed, starts = [], set()
+            found.append(packed)
+            named.append(starts)
+        packed.append((queries, keys))
+        starts.add(queries.start)
+    return found
+
+
+def _pack(pairs: Sequence[tuple[range, range]], device: torch.device, *, first: bool, causal: bool) -> Pack:
+    lengths: list[tuple[int, int]] = []
+    start = stop = pairs[0][1].start
+    for queries, keys in pairs:
+        if keys.start > stop:
+            lengths.append((0, keys.start - stop))
+        lengths.append((len(queries), len(keys)))
+        stop = keys.stop
+    of_queries, of_keys = zip(*lengths, strict=True)
+    ends = torch.tensor([list(accumulate(each, initial=0)) for each in (of_queries, of_keys)], dtype=torch.int32)
+    lengths_q, lengths_k = to_device(ends, device)
+    rows = [queries for queries, _ in pairs]
+    side_by_side = all(one.stop == other.start for one, other in pairwise(rows))
+    chosen = slice(rows[0].start, rows[-1].stop) if side_by_side else indices(rows, device)
+    return Pack(chosen, slice(start, stop), first, causal, lengths_q, lengths_k, max(of_queries), max(of_keys))
+
+
+def indices(ranges: Sequence[range], device: torch.device) -> Tensor:
+    """Return the numbers of these ranges, one after another."""
+    with torch.inference_mode(mode=False):  # kept for later batches, which may train
+        parts = [torch.arange(rows.start, rows.stop, device="cpu") for rows in ranges]
+        found = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
+        return to_device(found, device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host, which does not wait for a GPU."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a recorded step would read lengths of documents again that the host has planned with once")
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+# --- products alone
 
 
 def read_by_products(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -202,8 +499,7 @@ def unread_by_products(
     shares = (_scores(q, k, causal=causal) - lse[..., None]).exp()
     dscores = shares * (dout @ _for_queries(widen(v), q).mT - (dout * out).sum(3, keepdim=True)) * q.shape[3] ** -0.5
     dk, dv = dscores.mT @ widen(q), shares.mT @ dout
-    dk, dv = (each.unflatten(1, (k.shape[1], -1)).sum(2) for each in (dk, dv))  # over the queries of a KV head
-    return dscores @ _for_queries(widen(k), q), dk, dv
+    return dscores @ _for_queries(widen(k), q), _of_keys(dk, k), _of_keys(dv, v)
 
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
@@ -215,7 +511,13 @@ def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
 
 def _for_queries(heads: Tensor, q: Tensor) -> Tensor:
     """Return KV heads once for every query head that reads them."""
-    return heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1)
+    return heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) if q.shape[1] > heads.shape[1] else heads
+
+
+def _of_keys(gradients: Tensor, keys: Tensor) -> Tensor:
+    """Sum over the queries of each KV head."""
+    shared = gradients.shape[1] > keys.shape[1]
+    return gradients.unflatten(1, (keys.shape[1], -1)).sum(2) if shared else gradients
 
 
 def _merged(out: Tensor, lse: Tensor, other: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,13 +527,15 @@ def _merged(out: Tensor, lse: Tensor, other: Tensor, others: Tensor) -> tuple[Te
     return widen(out) * share + widen(other) * rest, total
 
 
-def _attend_with_dropout(q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], dropout: float) -> Tensor:
+def _attend_with_dropout(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles | Documents, dropout: float) -> Tensor:
     """Return the same with dropout, whose kernel keeps no lse; so a query cannot have two tiles."""
     found = []
-    for tile in tiles:
-        (piece,) = _pieces(tile)
-        queries, keys, values = (_of(part, piece, side).transpose(1, 2) for part, side in ((q, 0), (k, 1), (v, 1)))
+    for piece in tiles.pieces:
+        if not piece.first:
+            raise ValueError("with dropout a query reads one tile")
+        given = _rows(q, piece.queries), k[piece.keys], v[piece.keys]
+        heads = piece.by_head(*given)
         options: Any = dict(dropout_p=dropout, is_causal=piece.causal, enable_gqa=q.shape[1] != k.shape[1])
-        out = functional.scaled_dot_product_attention(queries, keys, values, **options)
+        out = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], **options)
         found.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(found)

@@ -212,22 +212,6 @@ def test_learned_positions_must_reach_the_longest_document() -> None:
         model(*line, documents=(21, 19, 8))
 
 
-class OnGpu(torch.Tensor):
-    """Tokens of the host that say that they are on a GPU."""
-
-    is_cuda = True
-
-
-def test_rows_on_a_gpu_cannot_share_a_document() -> None:
-    model = ff.models.build(CONFIGS["llama"], Grid.alone("cpu"), policy=ONE_HALF)
-    tokens = batch()[0].as_subclass(OnGpu)
-    message = (
-        "goes on from row 0 to row 1 of 12 tokens, but attention on a GPU reads each row by itself; give tokens as"
-    )
-    assert message in model._document_fault(tokens, ACROSS)
-    assert model._document_fault(tokens, flat(INSIDE)) == ""
-
-
 def refused_elsewhere() -> str:
     """What a rank says if the other place has wrong lengths."""
     grid = grid_of(Shape(z=2))

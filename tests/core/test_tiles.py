@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fourfold.tiles import Reading, Tile, attend, document_tiles
+from fourfold.nn.attention import document_positions, positions_on_device
+from fourfold.tiles import (
+    Documents,
+    Pack,
+    Reading,
+    Tile,
+    Tiles,
+    Unreading,
+    _packs,
+    attend,
+    document_tiles,
+    pad_lengths,
+)
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -45,12 +60,18 @@ def whole(length: int) -> range:
 
 
 CASES = {
-    "one document": (list(document_tiles([9])), 9, 9),
-    "documents": (list(document_tiles([3, 5, 5, 5, 1, 1, 2])), 22, 22),
-    "documents of one token": (list(document_tiles([1] * 7)), 7, 7),
+    "one document": (document_tiles([9]), 9, 9),
+    "documents": (document_tiles([3, 5, 5, 5, 1, 1, 2]), 22, 22),
+    "documents of one token": (document_tiles([1] * 7), 7, 7),
     "a part with what comes before it": ([Tile(whole(4), whole(11))], 4, 11),
     "two parts of one document": ([Tile(range(3), range(5)), Tile(range(3, 7), range(12))], 7, 12),
-    "equal parts of several documents": ([Tile(whole(6), whole(15), times=3)], 6, 15),
+    "parts of several documents": (
+        [Tile(range(2), range(1, 6)), Tile(range(4, 6), range(6, 11)), Tile(range(2, 4), range(12, 15))], 6, 15,
+    ),
+    "two parts of each of two documents": (
+        [Tile(range(start, start + 2), range(keys, keys + read)) for start, keys, read in
+         ((0, 0, 3), (2, 0, 8), (4, 9, 2), (6, 9, 7))], 8, 16,
+    ),
     "all read all": ([Tile(whole(5), whole(8), causal=False)], 5, 8),
     "several tiles of one query": (
         [Tile(range(4), part, causal=part.start == 9) for part in (range(3), range(6, 9), range(9, 14))], 4, 14,
@@ -59,12 +80,57 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fused", [True, False])
+def by_lengths(q: Tensor, k: Tensor, v: Tensor, *lengths: object) -> tuple[Tensor, ...]:
+    """Stands for FlashAttention: reads tile by tile what a `Pack` describes. Also returns the tiles."""
+    *ends, _, _, _, causal = lengths
+    pairs = zip(*((pairwise(each.tolist())) for each in ends if isinstance(each, Tensor)), strict=True)
+    tiles = Tiles(Tile(range(*queries), range(*keys), bool(causal)) for queries, keys in pairs if len(range(*queries)))
+    reading = Reading(q)
+    reading.read(k, v, tiles)
+    return *reading.result(), tiles
+
+
+class FakeFlash:
+    """The kernel for many lengths, on the CPU."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def _flash_attention_forward(self, q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, ...]:
+        self.calls += 1
+        with plain_kernels():
+            out, lse, _ = by_lengths(q, k, v, *options[:-1])
+        return out, lse.t()
+
+    def _flash_attention_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> list[Tensor]:
+        out, lse, *options = rest
+        with plain_kernels():
+            tiles = by_lengths(q, k, v, *options[:-2])[2]
+            gradients = Unreading(dout, q, out, lse.t())
+            dk, dv = gradients.unread(k, v, tiles)
+        return [gradients.dq, dk, dv]
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fourfold.tiles.takes_packs", lambda _: False)
+        patch.setattr("torch.ops.aten", ATEN)
+        yield
+
+
+ATEN = torch.ops.aten
+
+
+@pytest.mark.parametrize("kernel", ["fused", "products", "packs"])
 @pytest.mark.parametrize("name", CASES)
-def test_tiles_equal_a_dense_mask(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's kernel for the CPU, and with products, as on other devices."""
-    monkeypatch.setattr("fourfold.tiles._has_fused", lambda _: fused)
-    tiles, queries, keys = CASES[name]
+def test_tiles_equal_a_dense_mask(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's kernel for the CPU, with products, and in the calls that a GPU's kernel for many lengths gets."""
+    monkeypatch.setattr("fourfold.tiles._has_fused", lambda _: kernel != "products")
+    if kernel == "packs":
+        monkeypatch.setattr("fourfold.tiles.takes_packs", lambda _: True)
+        monkeypatch.setattr("torch.ops.aten", FakeFlash())
+    tiles, queries, keys = Tiles(CASES[name][0]), *CASES[name][1:]
     given, expected = tensors(queries, keys), tensors(queries, keys)
     out, right = attend(*given, tiles), dense(*expected, mask_of(tiles, queries, keys))
     torch.testing.assert_close(out, right, rtol=0, atol=1e-14)
@@ -87,7 +153,7 @@ def test_random_tiles_equal_a_dense_mask() -> None:
         drawn.shuffle(tiles)
         given = tensors(first, keys)
         expected = dense(*given, mask_of(tiles, first, keys))
-        torch.testing.assert_close(attend(*given, tiles), expected, rtol=0, atol=1e-14)
+        torch.testing.assert_close(attend(*given, Tiles(tiles)), expected, rtol=0, atol=1e-14)
 
 
 def test_keys_may_come_part_by_part() -> None:
@@ -95,9 +161,9 @@ def test_keys_may_come_part_by_part() -> None:
     reading = Reading(q.detach())
     for part in (range(7, 12), range(4, 7), range(4)):  # the square, and what comes before it in two parts
         span = slice(part.start, part.stop)
-        reading.read(k[span], v[span], [Tile(range(5), range(len(part)), causal=part.start == 7)])
+        reading.read(k[span], v[span], Tiles([Tile(range(5), range(len(part)), causal=part.start == 7)]))
     out, lse = reading.result()
-    tiles = [Tile(range(5), range(12))]
+    tiles = Tiles([Tile(range(5), range(12))])
     torch.testing.assert_close(out, attend(q, k, v, tiles), rtol=0, atol=1e-14)
     scores = torch.einsum("qhd,khd->qhk", q, k.repeat_interleave(2, dim=1)) / WIDTH**0.5
     expected = scores.masked_fill(~mask_of(tiles, 5, 12)[:, None], -torch.inf).logsumexp(2)
@@ -107,7 +173,7 @@ def test_keys_may_come_part_by_part() -> None:
 def test_sums_of_bf16_are_in_fp32() -> None:
     """A query of many tiles: were each result rounded, errors would add up."""
     q, k, v = (part.detach() for part in tensors(4, 400, torch.bfloat16))
-    parts = [Tile(range(4), range(start, start + 4), causal=False) for start in range(0, 396, 4)]
+    parts = Tiles(Tile(range(4), range(start, start + 4), causal=False) for start in range(0, 396, 4))
     exact = attend(*(part.double() for part in (q, k, v)), parts)
     off = (attend(q, k, v, parts).double() - exact).abs().max()
     once = (exact.bfloat16().double() - exact).abs().max()
@@ -122,10 +188,40 @@ def test_equal_documents_share_a_tile() -> None:
 def test_what_is_impossible_is_refused() -> None:
     q, k, v = tensors(4, 4)
     with pytest.raises(ValueError, match="a causal tile of 4 queries has at least as many keys, not 2"):
-        attend(q, k, v, [Tile(range(4), range(2))])
+        attend(q, k, v, Tiles([Tile(range(4), range(2))]))
     for tiles in ([Tile(range(1, 4), range(1, 4))], [Tile(range(2), range(2)), Tile(range(3, 4), range(3, 4))]):
         with pytest.raises(ValueError, match="tiles must cover all 4 queries"):
-            attend(q, k, v, tiles)
+            attend(q, k, v, Tiles(tiles))
+    with pytest.raises(ValueError, match="a causal tile of 2 queries has at least as many keys, not 1"):
+        packs_of([Tile(range(2), range(1))])
+
+
+def packs_of(tiles: list[Tile]) -> list[Pack]:
+    return list(_packs(tiles, torch.device("cpu")))
+
+
+def test_documents_are_one_call_of_a_gpu_and_parts_of_one_are_two() -> None:
+    """Parts of a document overlap in their keys, so they are in two calls; keys that nobody reads get no query."""
+    (pack,) = packs_of(list(document_tiles([3, 5, 5, 2])))
+    assert pack.queries == pack.keys == slice(0, 15) and pack.lengths_q.tolist() == [0, 3, 8, 13, 15]
+    front, back = packs_of(CASES["two parts of each of two documents"][0])
+    assert front.lengths_k.tolist() == [0, 3, 9, 11] and front.lengths_q.tolist() == [0, 2, 2, 4]
+    assert isinstance(front.queries, Tensor) and front.queries.tolist() == [0, 1, 4, 5]
+    assert back.lengths_k.tolist() == [0, 8, 9, 16] and back.keys == slice(0, 16)
+    assert front.first and back.first
+
+
+def test_a_device_finds_documents_by_their_positions() -> None:
+    """With room for more documents than there are, the rest are empty; the sizes of the tables do not change."""
+    lengths = [3, 5, 1, 7, 2, 2, 12]
+    padded = pad_lengths(lengths, 32)
+    assert padded.tolist() == lengths + [0] * 9
+    assert len(pad_lengths([1] * 40, 64)) == 64 and len(pad_lengths([1], 64 * 50)) == 50
+    positions = positions_on_device(padded, torch.Size((2, 16)))
+    assert positions.flatten().tolist() == document_positions(lengths).tolist()
+    pack = Documents(positions, len(padded))._pack
+    assert pack.lengths_q.tolist() == [0, 3, 8, 9, 16, 18, 20] + [32] * 10
+    assert pack.longest_q == 16
 
 
 def test_dropout_keeps_documents_apart() -> None:

@@ -32,7 +32,7 @@ from fourfold.engine import Engine, Turns
 from fourfold.grid import Grid
 from fourfold.operators import AsyncResult, once_differentiable
 from fourfold.policy import ContextWay, Policy
-from fourfold.tiles import Reading, Tile, Unreading
+from fourfold.tiles import Reading, Tile, Tiles, Unreading, indices, to_device
 
 MOST_PIECES = 4
 """The most messages that the K and V of one layer travel in."""
@@ -72,20 +72,22 @@ def plan_context(
 
 
 @lru_cache(maxsize=PLANS)
-def ring_tiles(holders: Assignment, reader: int) -> list[list[Tile]]:
+def ring_tiles(holders: Assignment, reader: int) -> list[Tiles]:
     """Return the tiles of a holder's queries and the keys of each holder, in the order in which they hold them."""
     return [_tiles_between(holders, reader, source) for source in range(len(holders.members))]
 
 
-def _tiles_between(holders: Assignment, reader: int, source: int) -> list[Tile]:
-    found = []
+def _tiles_between(holders: Assignment, reader: int, source: int) -> Tiles:
+    found: list[Tile] = []
     for queries, own in holders.rows(reader):
         for keys, other in holders.rows(source):
             if own == other:
                 found.append(Tile(queries, keys))
             elif own.document == other.document and other.stop <= own.start:
+                if found and found[-1][:1] == (queries,) and found[-1].keys.stop == keys.start and not found[-1].causal:
+                    keys = range(found.pop().keys.start, keys.stop)
                 found.append(Tile(queries, keys, causal=False))
-    return found
+    return Tiles(found)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class KeyPlan:
     """The number of rows from each holder."""
     order: Tensor
     """Where each key lies at hand."""
-    tiles: list[Tile]
+    tiles: Tiles
 
     @classmethod
     @lru_cache(maxsize=PLANS)
@@ -131,7 +133,7 @@ class KeyPlan:
             starts.setdefault(document, keys)
             order.append(range(row, row + read))
             keys += read
-        tiles = [Tile(rows, range(starts[document], starts[document] + stop)) for rows, (document, _, stop) in own]
+        tiles = Tiles(Tile(rows, range(starts[document], starts[document] + stop)) for rows, (document, _, stop) in own)
         sent = [rows for other in all_of_them for rows, _ in out[other]]
         return cls(indices(sent, device), to, taken, indices(order, device), tiles)
 
@@ -171,19 +173,6 @@ class Reordered(torch.autograd.Function):
         return gradient[ctx.back], None, None
 
 
-def indices(ranges: Sequence[range], device: torch.device) -> Tensor:
-    """Return the numbers of these ranges, one after another."""
-    with torch.inference_mode(mode=False):  # kept for later batches, which may train
-        parts = [torch.arange(rows.start, rows.stop, device="cpu") for rows in ranges]
-        found = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
-        return to_device(found, device)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host, which does not wait for a GPU."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 # --- attention
 
 
@@ -220,7 +209,7 @@ class ContextAttention:
         return self.way.over == "gather"
 
     @cached_property
-    def ring_tiles(self) -> list[list[Tile]]:
+    def ring_tiles(self) -> list[Tiles]:
         """The tiles of this holder's queries and each holder's keys, which all layers share."""
         return ring_tiles(self.holders, self.holder)
 
@@ -397,7 +386,7 @@ class ReadKeys(torch.autograd.Function):
                 arriving = flights[len(kept) - 1].again(kept.pop())
             k, v = keys.chunk(2, dim=1)
             flight.pending = flight.back(torch.cat(gradients.unread(k, v, flight.context.keys.tiles), dim=1))
-            dqs.insert(0, gradients.dq.to(q.dtype))
+            dqs.insert(0, gradients.dq)
         return None, dqs[0] if len(dqs) == 1 else torch.cat(dqs, dim=1), *(dout.new_empty(0) for _ in flights)
 
 
@@ -449,7 +438,7 @@ class _HeadRing:
         counts = context.by_member(to), context.by_member(taken)
         return comm.all_to_all(rows, context.grid, CONTEXT, *counts, label=self.label)
 
-    def _tiles(self, hops: int) -> list[Tile]:
+    def _tiles(self, hops: int) -> Tiles:
         """Return the tiles of the keys that arrive after so many hops."""
         return self.context.ring_tiles[(self.me - self.step * hops) % self.number]
 
@@ -486,4 +475,4 @@ class _HeadRing:
             raise RuntimeError("a ring has at least one member")
         engine.wgrad_queue.run_one()
         dk, dv = returning.wait().chunk(2, dim=1)
-        return gradients.dq.to(self.q.dtype), dk, dv
+        return gradients.dq, dk, dv

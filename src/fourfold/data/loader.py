@@ -21,6 +21,7 @@ from fourfold.data.token_files import BLOCK, TokenSource
 from fourfold.grid import Grid
 from fourfold.nn.attention import document_positions
 from fourfold.nn.loss import IGNORE_INDEX
+from fourfold.tiles import pad_lengths, to_device
 
 
 class TokenBatch(NamedTuple):
@@ -30,7 +31,7 @@ class TokenBatch(NamedTuple):
     targets: Tensor
     positions: Tensor | None = None
     """Each token's position in its document; None unless documents are kept apart."""
-    documents: tuple[int, ...] | None = None
+    documents: tuple[int, ...] | Tensor | None = None
     """The same as the lengths of the documents in all rows, one after another, which stay on the host."""
 
     def pinned(self, device: torch.device) -> TokenBatch:
@@ -41,6 +42,12 @@ class TokenBatch(NamedTuple):
         """Copy the batch to the device."""
         # non_blocking: torch keeps the pinned memory until the copy is done, so the host need not wait for it.
         return self._map(lambda part: part.to(device, non_blocking=True))
+
+    def for_replay(self, device: torch.device) -> TokenBatch:
+        """Return the batch for a recorded step: lengths on the host would be those of the recorded batch for ever."""
+        if self.documents is None or isinstance(self.documents, Tensor):
+            return self
+        return self._replace(documents=to_device(pad_lengths(self.documents, self.tokens.numel()), device))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
         positions = None if self.positions is None else change(self.positions)

@@ -113,7 +113,6 @@ def block(
     weights: Sequence[Sequence[Tensor]],
     sinks: Sequence[Sequence[Tensor]],
     rope: tuple[Tensor, Tensor] | None,
-    mask: Tensor | None,
     *,
     kind: BlockKind,
 ) -> tuple[Tensor, Tensor]:
@@ -137,7 +136,7 @@ def block(
     q, k, v = kernels.split_heads(product(norm(total)), rows, kind.heads)
     if kind.head_norms:
         q, k = norm(q), norm(k)
-    total = total + product(kernels.attend(q, k, v, rope, mask, kind=kind.heads))
+    total = total + product(kernels.attend(q, k, v, rope, kind=kind.heads))
     hidden = product(norm(total))
     return total, product(kernels.swiglu(hidden) if kind.swiglu else kernels.gelu(hidden))
 
@@ -178,7 +177,7 @@ class BlockWeights:
     def block(self, a: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         """Run the block: return the residual stream after attention, and what the MLP adds to it."""
         run = kernels.compiled_for(block, self.kind)
-        return run(batch.rows, a, delta, self.values(), self._take_sinks(), batch.rope, batch.mask)
+        return run(batch.rows, a, delta, self.values(), self._take_sinks(), batch.rope)
 
     def values(self) -> list[list[Tensor]]:
         """Return weight and bias of every reader; where z is 1 nothing is gathered."""

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, PIPE
 from fourfold.comm import all_gather, equal_along
-from fourfold.context.move import ContextAttention, indices, own_tokens, plan_context, to_device
+from fourfold.context.move import ContextAttention, own_tokens, plan_context
 from fourfold.engine import Turns
 from fourfold.errors import nearest
 from fourfold.gradients import Units
@@ -30,7 +30,7 @@ from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Init
 from fourfold.models.compiled_block import BlockWeights, CompiledBlock, can_run_whole
 from fourfold.models.config import ModelConfig, config, halves_of, unit_of
-from fourfold.nn.attention import Attention, Batch, cut_documents, document_lengths, document_positions
+from fourfold.nn.attention import Attention, Batch, cut_documents, document_positions, positions_on_device
 from fourfold.nn.embedding import Embedding, Head, Positions, uneven_tokens
 from fourfold.nn.layer import Dropout, Layer, assemble, recompute
 from fourfold.nn.linear import MLP, Contract, Expand
@@ -43,6 +43,7 @@ from fourfold.operators import AsyncResult, Ready
 from fourfold.pipeline import Half, MicroBatch, run_plain
 from fourfold.policy import Halves, Policy, Recompute
 from fourfold.schedule.stages import Stages
+from fourfold.tiles import document_lengths, indices, to_device
 
 
 class ResidualStream:
@@ -279,7 +280,7 @@ class Transformer(Layer):
         targets: Tensor | None = None,
         *,
         positions: Tensor | None = None,
-        documents: Sequence[int] | None = None,
+        documents: Sequence[int] | Tensor | None = None,
         count: Tensor | int | None = None,
         ignore_index: int = IGNORE_INDEX,
     ) -> Tensor:
@@ -288,7 +289,9 @@ class Transformer(Layer):
         `positions` [rows, seq] is for rows of packed documents: each token's position in its document, from 0, and
         attention does not read across documents. `documents` says the same as lengths, of the documents in all rows one
         after another, which the host then need not read from the device; positions follow from them if they are left
-        out. A document given by its length may go on in the next row. `count` is for accumulation: the number of
+        out. A document given by its length may go on in the next row. Lengths in a tensor on a GPU are not read by the
+        host, so that a recorded step can replay with others: zeros fill it up (`pad_lengths`), and no document goes on
+        in the next row. `count` is for accumulation: the number of
         targets of the whole batch.
         """
         batch = self.prepare(tokens, targets, positions=positions, documents=documents, ignore_index=ignore_index)
@@ -307,7 +310,7 @@ class Transformer(Layer):
         targets: Tensor | None = None,
         *,
         positions: Tensor | None = None,
-        documents: Sequence[int] | None = None,
+        documents: Sequence[int] | Tensor | None = None,
         ignore_index: int = IGNORE_INDEX,
     ) -> MicroBatch:
         """Return the rows of a place as stages take them.
@@ -315,6 +318,11 @@ class Transformer(Layer):
         If something is wrong with them on the CPU, other ids take their place: other ranks wait in the collectives, and
         all ranks raise at the end (`report`).
         """
+        most = None
+        if isinstance(documents, Tensor) and documents.is_cuda:
+            if positions is None and _is_batch(tokens):
+                positions = positions_on_device(documents, tokens.shape)
+            documents, most = None, len(documents)
         if documents is not None:
             with suppress(TypeError):  # which `_fault` names
                 documents = tuple(map(operator.index, documents))
@@ -331,7 +339,7 @@ class Transformer(Layer):
             positions = to_device(document_positions(documents).view(tokens.shape), tokens.device)
         self._usual = tokens.shape
         targets = None if targets is None else targets.long()  # torch gathers by int64 only
-        halves = self._cut(tokens, targets, positions, documents, ignore_index)
+        halves = self._cut(tokens, targets, positions, documents, most, ignore_index)
         shape = tokens.shape if self.grid.shape.context == 1 else (1, sum(half.tokens.numel() for half in halves))
         return MicroBatch(halves, torch.Size(shape), targets is not None, ignore_index, fault)
 
@@ -438,8 +446,10 @@ class Transformer(Layer):
         targets: Tensor | None,
         positions: Tensor | None,
         documents: Sequence[int] | None,
+        most: int | None,
         ignore_index: int,
     ) -> list[Half]:
+        """Return the halves of a batch; `most` is the number of packed documents where their lengths are not known."""
         number = self.halves(*tokens.shape).number
         rows = tokens.chunk(number)
         aims = (tokens[:, :0] if targets is None else targets).chunk(number)
@@ -453,7 +463,7 @@ class Transformer(Layer):
             longest = tokens.shape[1] if documents is None else max(documents)
             shared = self._rope(longest, None, tokens.device) if positions is None else None
             found = [
-                (ids, aim, Batch.of(ids, where, shared or self._rope(longest, where, ids.device), known))
+                (ids, aim, Batch.of(ids, where, shared or self._rope(longest, where, ids.device), known, most))
                 for ids, aim, where, known in halves
             ]
         return [Half(*half, found[0][0].numel()) for half in found]
@@ -473,7 +483,9 @@ class Transformer(Layer):
     ) -> tuple[Tensor, Tensor, Batch]:
         """Return the tokens of this member of a context group, as one row, and their targets."""
         here = self.context_of(tokens.shape, positions, documents)
-        own, where = own_tokens(here.assignment, here.member, tokens.device)
+        own, where = tables = own_tokens(here.assignment, here.member, tokens.device)
+        if self.grid.recording is not None:
+            self.grid.recording.kept += [here, tables]
         lacking = sum(here.assignment.lengths) - tokens.numel()
         ids = pad(tokens.flatten(), (0, lacking))[own][None]
         aims = pad(targets.flatten(), (0, lacking), value=ignore_index)[own][None] if targets.numel() else targets
@@ -644,10 +656,6 @@ class Transformer(Layer):
         if border is None:
             return ""
         across = f"a document goes on from row {border - 1} to row {border} of {seq} tokens"
-        if tokens.is_cuda and self.grid.shape.context == 1:
-            return (
-                f"{across}, but attention on a GPU reads each row by itself; give tokens as one row, [1, {rows * seq}]"
-            )
         number = self.halves(rows, seq).number
         borders = accumulate(len(part) for part in torch.arange(rows, device="cpu").chunk(number))
         if any(row * seq not in ends for row in borders):

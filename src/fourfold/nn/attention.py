@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -30,8 +29,8 @@ from fourfold.nn.lora import LORA, add_delta
 from fourfold.nn.norm import HeadNorm
 from fourfold.nn.rng import seeded
 from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
-from fourfold.policy import Policy
-from fourfold.tiles import Tile, attend, document_tiles
+from fourfold.policy import ContextWay, Policy
+from fourfold.tiles import Documents, Tiles, attend, document_lengths, document_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: == of tensors is no bool
@@ -42,11 +41,8 @@ class Batch:
     seq: int
     positions: Tensor | None = None
     """[rows, seq], 0 at the first token of every document; None if a row is one document."""
-    tiles: tuple[Tile, ...] | None = None
-    """Packed documents as the host knows them, in all rows one after another; None if a row is one document."""
-    mask: Tensor | None = None
-    """The same on a GPU, where the host does not read positions: [rows, 1, seq, seq], true where a token may read
-    another, an earlier one of the same document."""
+    tiles: Tiles | Documents | None = None
+    """Packed documents, in all rows one after another; None if a row is one document."""
     context: ContextAttention | None = None
     """How tokens read those that other members of a context group hold. The batch is then one row: the tokens that this
     place holds of the rows of its group, with their positions."""
@@ -60,18 +56,17 @@ class Batch:
         positions: Tensor | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         documents: Sequence[int] | None = None,
+        most: int | None = None,
     ) -> Batch:
-        """`documents` are the lengths of packed documents, if the host knows them; else it reads the positions."""
+        """`documents` are the lengths of packed documents, if the host knows them; if it only knows how many there are
+        at `most`, the device reads the positions; else the host does."""
         rows, seq = tokens.shape
         if positions is None:
             return cls(rows, seq, rope=rope)
-        if not tokens.is_cuda:
-            lengths = documents or ([seq] * rows if tokens.is_meta else document_lengths(positions))
-            return cls(rows, seq, positions, document_tiles(lengths), rope=rope)
-        document = (positions == 0).cumsum(1)
-        causal = torch.ones(seq, seq, dtype=torch.bool, device=tokens.device).tril()
-        mask = causal & (document[:, :, None] == document[:, None])
-        return cls(rows, seq, positions, mask=mask[:, None], rope=rope)
+        if most is not None:
+            return cls(rows, seq, positions, Documents(positions, most), rope=rope)
+        lengths = documents or ([seq] * rows if tokens.is_meta else document_lengths(positions))
+        return cls(rows, seq, positions, document_tiles(lengths), rope=rope)
 
     @property
     def tokens(self) -> int:
@@ -79,7 +74,7 @@ class Batch:
 
     @property
     def by_rows(self) -> bool:
-        """Whether attention reads whole rows, under a mask at most; such attention can be compiled."""
+        """Whether attention reads whole rows; such attention can be compiled."""
         return self.tiles is None and self.context is None
 
 
@@ -88,6 +83,13 @@ def document_positions(lengths: Sequence[int]) -> Tensor:
     sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     ends = sizes.cumsum(0)
     return torch.arange(sum(lengths), device="cpu") - (ends - sizes).repeat_interleave(sizes)
+
+
+def positions_on_device(lengths: Tensor, shape: torch.Size) -> Tensor:
+    """Return the same as [rows, seq] from lengths on a device, with zeros behind them; the host waits for nothing."""
+    tokens = shape.numel()
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=tokens)
+    return (torch.arange(tokens, device=lengths.device) - starts).view(shape)
 
 
 def cut_documents(lengths: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
@@ -102,12 +104,6 @@ def cut_documents(lengths: Sequence[int], tokens: Sequence[int]) -> list[list[in
         if part:
             raise ValueError(f"a document of {found[-1][-1]} tokens ends {-part} tokens behind its part")
     return found
-
-
-def document_lengths(positions: Tensor) -> list[int]:
-    """Return the lengths of packed documents, over all rows; the host waits for the positions."""
-    starts = (positions.flatten() == 0).nonzero().flatten().tolist()
-    return [stop - start for start, stop in pairwise([*starts, positions.numel()])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +171,12 @@ class Attention(Layer):
     @property
     def not_recordable(self) -> str:
         """Why no CUDA graph can contain this layer; empty if one can."""
-        if self.grid.shape.context > 1:
-            return f"attention of {self.label} reads other places of its context group, which the host plans by lengths"
+        way = ContextWay.parse(self.policy.context_way) if self.policy.context_way != "auto" else None
+        if self.grid.shape.context > 1 and way is not None and way.over == "exchange":
+            return (
+                f"with context_way={self.policy.context_way} the host decides by the lengths of documents how much "
+                f"travels to attention of {self.label}; gather and ring can be recorded"
+            )
         return f"attention dropout of {self.label} draws from a generator that the host seeds" if self.drops else ""
 
     @cached_property
@@ -217,7 +217,7 @@ class Attention(Layer):
 
     def _mix_joined(self, batch: Batch, qkv: Tensor) -> Tensor:
         """Compute what lies between the two products in one function: [tokens, columns] -> [tokens, columns]."""
-        return kernels.compiled_for(kernels.attend_from, self.kind)(qkv, batch.rows, batch.rope, batch.mask)
+        return kernels.compiled_for(kernels.attend_from, self.kind)(qkv, batch.rows, batch.rope)
 
     def _mix(self, batch: Batch, *qkv: Tensor) -> Tensor:
         """Compute what lies between the two products: [tokens, columns] -> [tokens, columns]."""
@@ -228,13 +228,13 @@ class Attention(Layer):
         if batch.tiles is not None:
             return self._read_tiles(batch, batch.tiles, q, k, v)
         if self._compiled(q):
-            return kernels.compiled_for(kernels.attend, kind)(q, k, v, batch.rope, batch.mask)
+            return kernels.compiled_for(kernels.attend, kind)(q, k, v, batch.rope)
         if batch.rope is not None:
             v = v.contiguous()  # frees the output of the product, of which v is a third or less
         if not self.drops:
-            return kernels.attend(q, k, v, batch.rope, batch.mask, kind=kind)
+            return kernels.attend(q, k, v, batch.rope, kind=kind)
         with self._dropping(q.device):
-            return kernels.attend(q, k, v, batch.rope, batch.mask, self.dropout, kind=kind)
+            return kernels.attend(q, k, v, batch.rope, self.dropout, kind=kind)
 
     def _heads(self, batch: Batch, *qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the query heads of this rank and the KV heads that they read: [rows, seq, heads, head_dim] each."""
@@ -262,7 +262,7 @@ class Attention(Layer):
             q, k, v = rotate(q, *batch.rope), rotate(k, *batch.rope), v.contiguous()
         return [part.flatten(0, 1) for part in (q, k, v)]
 
-    def _read_tiles(self, batch: Batch, tiles: Sequence[Tile], *heads: Tensor) -> Tensor:
+    def _read_tiles(self, batch: Batch, tiles: Tiles | Documents, *heads: Tensor) -> Tensor:
         """Attend to packed documents: heads [rows, seq, heads, head_dim] -> [tokens, columns]."""
         q, k, v = self._rotated(batch, *heads)
         if not self.drops:

@@ -449,8 +449,7 @@ class Run:
         # A traced step runs eagerly: a trace of a replay would name neither layers nor collectives.
         graph = None if step in self.profile.steps else self.step_graph
         if graph is not None and not graph.reason:
-            # a replay reads the positions on the device; lengths on the host would be those of the recorded step
-            batches = [batch._replace(documents=None) for batch in batches]
+            batches = [batch.for_replay(self.grid.device) for batch in batches]
         loss, norm, shards = (self._compute if graph is None else graph)(batches, skip_above)
         if graph is not None:
             self._not_replayed = graph.reason

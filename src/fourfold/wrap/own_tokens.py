@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fourfold.axes import CONTEXT
 from fourfold.context.assign import assign_rows
-from fourfold.context.move import ContextAttention, choose_way, indices
+from fourfold.context.move import ContextAttention, choose_way
 from fourfold.grid import Grid
 from fourfold.policy import ContextWay, Policy
+from fourfold.tiles import indices
 
 
 class OwnTokens:
