@@ -28,8 +28,8 @@ from harness import DEVICE, grid_of
 BF16 = torch.bfloat16
 CYCLES = 20_000_000
 """GPU cycles of a delay, about 10 ms: longer than everything else in a step of a tiny model."""
-LARGE: dict[str, Any] = dict(layers=24, hidden=2048, heads=16, kv_heads=16, head_dim=128, mlp_hidden=8192, vocab=32000)
-ROWS, SEQ = 4, 4096
+LARGE: dict[str, Any] = dict(layers=24, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp_hidden=4096, vocab=32000)
+ROWS, SEQ = 16, 4096  # so that the inputs of blocks take more memory than gradients, which come as inputs go
 STREAM_NBYTES = ROWS * SEQ * LARGE["hidden"] * BF16.itemsize
 
 

@@ -105,7 +105,11 @@ def torch_side(kernel: str, rotation: str, grouped: bool, lengths: tuple[int, ..
 
     def step() -> list[Tensor]:
         set_rotate_method(rotation)
-        with context_parallel(mesh), sdpa_kernel(chosen):
+        small = torch.zeros(2 * dist.get_world_size(), device="cuda")  # it wants a buffer
+        with (
+            context_parallel(mesh, buffers=[small], buffer_seq_dims=[0], no_restore_buffers={small}),
+            sdpa_kernel(chosen),
+        ):
             return step_of(read, *cut)
 
     return Side(step, None)

@@ -11,7 +11,7 @@ A query may read several tiles, whose results are merged:
 Backward of a tile takes the merged out and lse, so tiles need nothing of each other.
 
 `Tiles.calls` says how kernels compute them. In half precision on a GPU one kernel reads many tiles of any lengths
-(`Pack`); elsewhere a kernel reads one (`Piece`).
+(`Pack`); elsewhere, and where long tiles come in the same lengths in every batch, a kernel reads one (`Piece`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ HALF = (torch.bfloat16, torch.float16)
 TOKENS_PER_DOCUMENT = 64
 """The fewest tokens of a document on average for which recorded steps have room: blocks of threads start for every
 document that there might be."""
+LONG = 1024
+"""The queries from which on a tile fills a GPU by itself, so that the faster kernel of cuDNN is used. cuDNN takes 40 ms
+to plan for lengths that it has not seen."""
 LSE_ROWS = 32
 """torch's memory-efficient attention pads lse to a multiple of this many queries."""
 
@@ -50,9 +53,12 @@ class Tile(NamedTuple):
 class Tiles(tuple[Tile, ...]):
     """Tiles that are read together, with the calls of kernels that read them: made once for all layers."""
 
+    recurring = False
+    """Whether later batches have tiles of the same lengths, as rows without packed documents do."""
+
     def calls(self, q: Tensor) -> Sequence[Call]:
         """Return what kernels compute, for queries like these; those that read first come first."""
-        if not takes_packs(q):
+        if not takes_packs(q) or (self._long and _has_cudnn(q)):
             return self.pieces
         packs: dict[torch.device, list[Pack]] = self.__dict__.setdefault("packs", {})
         if q.device not in packs:
@@ -62,6 +68,11 @@ class Tiles(tuple[Tile, ...]):
     @cached_property
     def pieces(self) -> list[Piece]:
         return list(_pieces(self))
+
+    @cached_property
+    def _long(self) -> bool:
+        """Whether these tiles are worth a call each of a kernel that is planned for their lengths."""
+        return self.recurring and all(len(tile.queries) >= LONG * tile.times for tile in self)
 
     def require_all(self, queries: int) -> None:
         """Raise an error if a query is in no tile."""
@@ -302,6 +313,8 @@ class Piece:
         q, k, v = self.by_head(q, k, v)
         if _has_fused(q):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, self.causal)
+        elif _has_cudnn(q):
+            out, lse = _read_with_cudnn(q, k, v, causal=self.causal)
         elif _has_efficient(q):
             out, lse = _read_efficiently(q, k, v, causal=self.causal)
         else:
@@ -315,6 +328,8 @@ class Piece:
         if _has_fused(q):
             backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
             dq, dk, dv = backward(*heads, 0.0, self.causal)
+        elif _has_cudnn(q):
+            dq, dk, dv = _unread_with_cudnn(*heads, causal=self.causal)
         elif _has_efficient(q):
             dq, dk, dv = _unread_efficiently(*heads, causal=self.causal)
         else:
@@ -351,6 +366,28 @@ def _has_fused(a: Tensor) -> bool:
     return a.device.type in ("cpu", "meta")
 
 
+def _has_cudnn(a: Tensor) -> bool:
+    """Return whether cuDNN's attention takes these heads; its backward does not give the same bits in every run."""
+    fast = a.is_cuda and a.dtype in HALF and a.shape[-1] % 8 == 0 and a.shape[-1] <= 128
+    return (
+        fast and torch.cuda.get_device_capability(a.device)[0] >= 9 and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _read_with_cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+    return out, lse.squeeze(3)
+
+
+def _unread_with_cudnn(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    nothing = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
+    lengths = None, None, q.shape[2], k.shape[2]
+    given = dout, q, k, v, out, lse.contiguous()[..., None], nothing, nothing, None
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given, *lengths, 0.0, causal)
+
+
 def _has_efficient(a: Tensor) -> bool:
     """Return whether torch's memory-efficient attention takes these tensors: those that fill 16 bytes."""
     return a.is_cuda and a.dtype != torch.float64 and a.shape[-1] * a.itemsize % 16 == 0
@@ -365,7 +402,7 @@ def _read_efficiently(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple
 def _unread_efficiently(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    padded = functional.pad(lse, (0, -lse.shape[2] % LSE_ROWS))
+    padded = functional.pad(lse, (0, -lse.shape[2] % LSE_ROWS)).contiguous()
     every, nothing = [True, True, True, False], torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         dout, q, _for_queries(k, q), _for_queries(v, q), None, out, padded, nothing, nothing, 0.0, every, causal

@@ -53,6 +53,11 @@ class Assignment:
     members: tuple[tuple[Segment, ...], ...]
     """The segments of each member, in the order in which it holds them."""
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether every document is a row, but for tokens behind the rows."""
+        return len({*self.lengths} - {1}) == 1
+
     @cached_property
     def work(self) -> list[int]:
         """The attention of each member, in pairs of query and key."""

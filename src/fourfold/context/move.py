@@ -87,7 +87,9 @@ def _tiles_between(holders: Assignment, reader: int, source: int) -> Tiles:
                 if found and found[-1][:1] == (queries,) and found[-1].keys.stop == keys.start and not found[-1].causal:
                     keys = range(found.pop().keys.start, keys.stop)
                 found.append(Tile(queries, keys, causal=False))
-    return Tiles(found)
+    tiles = Tiles(found)
+    tiles.recurring = holders.whole_rows
+    return tiles
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class KeyPlan:
             order.append(range(row, row + read))
             keys += read
         tiles = Tiles(Tile(rows, range(starts[document], starts[document] + stop)) for rows, (document, _, stop) in own)
+        tiles.recurring = holders.whole_rows
         sent = [rows for other in all_of_them for rows, _ in out[other]]
         return cls(indices(sent, device), to, taken, indices(order, device), tiles)
 

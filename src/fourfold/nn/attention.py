@@ -172,7 +172,7 @@ class Attention(Layer):
     def not_recordable(self) -> str:
         """Why no CUDA graph can contain this layer; empty if one can."""
         way = ContextWay.parse(self.policy.context_way) if self.policy.context_way != "auto" else None
-        if self.grid.shape.context > 1 and way is not None and way.over == "exchange":
+        if way is not None and way.over == "exchange" and self.grid.shape.context > way.neighbours:
             return (
                 f"with context_way={self.policy.context_way} the host decides by the lengths of documents how much "
                 f"travels to attention of {self.label}; gather and ring can be recorded"
