@@ -35,6 +35,7 @@ ORDER = [
     "job",
     "torch_hooks",
     "grid",
+    "context_way",
     "policy",
     "layout",
     "offload",
@@ -71,7 +72,7 @@ ORDER = [
 """A file may import only from what stands before it. Folders count as one; inside them `INSIDE` holds."""
 
 INSIDE = {
-    "context": ["__init__", "assign", "move"],
+    "context": ["__init__", "assign", "traffic", "move"],
     "schedule": ["__init__", "stages", "action", "named", "play", "find", "choose", "receives", "text"],
     "nn": [
         "rng", "layer", "lora", "linear", "norm", "loss", "embedding", "rope", "attention",
@@ -95,7 +96,7 @@ INSIDE = {
         "price", "calibrate", "pipe", "estimate", "robust", "search", "explain", "correct",
     ],
     "watch": ["__init__", "memory", "processes", "tape", "diagnose", "liveness", "peers", "checks"],
-    "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],
+    "report": ["__init__", "units", "page", "run_data", "run_places", "run_page", "plan_text", "plan_page"],
     "train": [
         "__init__", "console", "signals", "fork_server", "rendezvous", "arrivals", "launch", "schema", "config",
         "defaults", "run_folder", "planning", "callbacks", "language_model", "step_parts", "metrics", "progress",

@@ -38,8 +38,8 @@ from benchmarks.shared.tables import RESULTS, markdown_table
 from fourfold.axes import CONTEXT
 from fourfold.context.assign import assign_documents, assign_rows
 from fourfold.context.move import ContextAttention
+from fourfold.context_way import ContextWay
 from fourfold.engine import Engine, Overlap
-from fourfold.policy import ContextWay
 from fourfold.tiles import indices
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64

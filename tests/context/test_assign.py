@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.context.documents import DISTRIBUTIONS, MEAN, MOVED, WORST
 from fourfold.context.assign import Assignment, Segment, assign_documents, assign_rows
+from fourfold.context.traffic import members_by_document, moved_by, moved_by_document
+from fourfold.context_way import ContextWay
 
 
 def check(found: Assignment, members: int) -> None:
@@ -141,3 +143,15 @@ def test_a_thousand_documents_take_milliseconds() -> None:
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="7 tokens cannot be cut evenly over context=2"):
         assign_documents((3, 4), 2)
+
+
+@pytest.mark.parametrize("way", ["gather", "exchange", "ring", "ulysses:2", "ulysses:2+gather", "ulysses:4+ring"])
+def test_what_documents_make_travel_is_what_members_send_and_what_they_receive(way: str) -> None:
+    """All documents together; one that is inside a member sends nothing in an exchange."""
+    for seed in range(10):
+        found, chosen = assign_documents(drawn_lengths(seed, 4), 4), ContextWay.parse(way)
+        sent, received = zip(*(moved_by(found, chosen, member, 16, 8) for member in range(4)), strict=True)
+        by_document = moved_by_document(found, chosen, 16, 8)
+        assert sum(sent) == sum(received) == sum(by_document)
+        if way == "exchange":
+            assert [cut > 1 for cut in members_by_document(found)] == [moved > 0 for moved in by_document]

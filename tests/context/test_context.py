@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fourfold as ff
 from fourfold.axes import CONTEXT
+from fourfold.context.traffic import moved_by
 from fourfold.grid import Grid, Shape
 from fourfold.models.generate import generate
 from fourfold.nn.layer import specs_of
@@ -180,8 +181,9 @@ def test_with_pipe(ranks) -> None:
 # --- what travels
 
 
-def sent_of(shape: Shape, documents: str, way: str) -> tuple[int, int]:
-    """Bytes that this rank sends along context in forward, and the bytes that its part of the assignment says."""
+def sent_of(shape: Shape, documents: str, way: str) -> tuple[int, int, int]:
+    """Bytes that this rank sends along context in forward, those that its part of the assignment says by hand, and
+    those that `moved_by` says."""
     grid = grid_of(shape)
     tokens, targets, positions = (None if one is None else ff.local_rows(one, grid) for one in batch(documents))
     model = ff.models.build(CONFIGS["llama"], grid, policy=Policy(context_way=way), seed=SEED, dtype=torch.float64)
@@ -200,19 +202,20 @@ def sent_of(shape: Shape, documents: str, way: str) -> tuple[int, int]:
         "ulysses:2+gather": half + (c // 2 - 1) * 2 * m * key // 2,
     }
     sent = sum(record.wire_bytes for record in records if record.axis == CONTEXT)
-    return sent, config.layers * expected[way] * 8
+    counted, _ = moved_by(here.assignment, here.way, here.member, query * 8, key * 8)
+    return sent, config.layers * expected[way] * 8, config.layers * counted
 
 
 @pytest.mark.parametrize("way", ["gather", "exchange", "ring", "ulysses:2+gather"])
 @pytest.mark.parametrize("documents", ["", "mixed"])
 def test_what_travels_is_e16(ranks, way: str, documents: str) -> None:
-    for sent, expected in ranks(4).run(sent_of, Shape(z=4, context=4), documents, way):
-        assert sent == expected
+    for sent, expected, counted in ranks(4).run(sent_of, Shape(z=4, context=4), documents, way):
+        assert sent == expected == counted
         assert sent or way == "exchange"
 
 
 def test_documents_inside_a_place_send_nothing(ranks) -> None:
-    assert set(ranks(4).run(sent_of, Shape(z=4, context=4), "one token", "exchange")) == {(0, 0)}
+    assert set(ranks(4).run(sent_of, Shape(z=4, context=4), "one token", "exchange")) == {(0, 0, 0)}
 
 
 # --- the rest of a model

@@ -13,8 +13,7 @@ import pytest
 import fourfold as ff
 from fourfold.axes import CONTEXT, CUTS
 from fourfold.cli import main
-from fourfold.context.assign import area
-from fourfold.context.move import plan_context
+from fourfold.context.assign import area, plan_context
 from fourfold.ledger import Collective
 from fourfold.planner.lengths import LengthSample
 from fourfold.planner.machine import Seconds, load_machine
@@ -115,7 +114,7 @@ def test_a_plan_prices_the_busiest_member_and_balances_documents() -> None:
     policy = Policy(compute_dtype=task.compute)
     alone, shared = Candidate(Shape(z=16), policy, 1, 4), Candidate(Shape(z=16, context=16), policy, 16, 4)
     documents = sample.busiest(16, 16384, 1)
-    work = plan_context(policy, 16, 16384, 16, documents)[0].work
+    work = plan_context(policy.assignment, policy.context_way, 16, 16384, 16, documents)[0].work
     heads = LLAMA.heads * LLAMA.head_dim
     assert shared.sizes(task).attention_flops == 4 * max(work) * heads
     assert alone.sizes(task).attention_flops == 4 * sum(area(0, n) for n in sample.busiest(1, 16384, 16)) * heads

@@ -18,6 +18,7 @@ from soak_report import PAGE_BYTES, check_page, report, write_long_run
 
 from browser import attribute, opened
 from fourfold.axes import AXES
+from fourfold.context.assign import assign_documents
 from fourfold.grid import Shape
 from fourfold.report.page import POLICY
 from fourfold.report.run_data import FILES, StepPattern, read_run
@@ -33,6 +34,7 @@ from fourfold.report.run_page import (
     smooth,
     write_report,
 )
+from fourfold.report.run_places import load_of
 from fourfold.report.units import count, duration, nbytes, percent
 from fourfold.schedule.action import Schedule
 from fourfold.schedule.named import named
@@ -118,6 +120,15 @@ def write_pipeline(folder: Path, schedule: Schedule) -> Played:
     return played
 
 
+def write_documents(folder: Path, lengths: list[list[int]]) -> None:
+    """What two context groups, or two places, leave of the documents of a step."""
+    for group in range(2):
+        parts = [[{"rows": 2, "seq": 32, "lengths": each}] for each in lengths]
+        record = {"step": 3, "group": group, "micro_batches": parts}
+        (folder / "documents").mkdir(exist_ok=True)
+        (folder / "documents" / f"group-{group}.json").write_text(json.dumps(record))
+
+
 def html_of(folder: Path) -> str:
     """The page without plotly.js."""
     return run_page(read_run(folder), "", folder)
@@ -169,6 +180,60 @@ def test_damaged_times_of_a_pipeline_are_said(tmp_path: Path, damage: str) -> No
     (note,) = read_run(folder).notes
     assert "pipeline/" in note
     assert "as planned" in html_of(folder)
+
+
+CONTEXT = {"assignment": "auto", "way": "exchange", "layers": 2, "query_bytes": 64, "key_bytes": 32}
+GROUPED = {"grid": {"z": 8, "context": 4}, "order": list(AXES), "context": CONTEXT}
+LENGTHS = [[40, 10, 6, 5, 3], [16, 16, 16, 16]]
+
+
+def test_work_and_bytes_by_place_are_those_of_the_assignment(tmp_path: Path) -> None:
+    lines = records(10)
+    for line in (line for line in lines if line["event"] == "step"):
+        line.update(imbalance=1.04, wire_bytes={"z": 100, "context": 300})
+    folder = write_run(tmp_path / "run", lines, **GROUPED)
+    write_documents(folder, LENGTHS)
+    run = read_run(folder)
+    assert run.notes == [] and run.documents is not None
+    load = load_of(run.documents)
+    assigned = [assign_documents(tuple(each), 4) for each in LENGTHS]
+    pairs = [sum(both) for both in zip(*(one.work for one in assigned), strict=True)]
+    assert [place.pairs for place in load.places] == pairs * 2
+    assert {place.tokens for place in load.places} == {32}
+    moved = 2 * 32 * sum(one.moved for one in assigned)  # of both layers
+    assert sum(place.sent for place in load.places) == sum(place.received for place in load.places) == 2 * moved
+    work = [max(one.work) for one in assigned], [sum(one.work) / 4 for one in assigned]
+    assert load.imbalance == pytest.approx(sum(work[0]) / sum(work[1]))
+    longest = load.documents[0]
+    assert (longest.length, longest.places) == (40, len({m for m in range(4) if 0 in assigned[0].last(m)}))
+    assert [one.moved for one in load.documents if one.length == 16] == [0] * 8
+    drawn = figures(run)
+    assert drawn["places"]["traces"][0]["x"] == [place.pairs for place in load.places]
+    assert drawn["imbalance"]["traces"][0]["y"] == pytest.approx([0.04] * 10)
+    page = html_of(folder)
+    assert "K and V travel by exchange" in page and "18 documents on 8 places in 2 context groups of 4" in page
+    assert f"<td>40</td><td>1</td><td>0</td><td>{longest.places} places</td><td>{nbytes(longest.moved)}</td>" in page
+
+
+def test_places_without_groups_have_work_and_send_nothing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(10), **{**GROUPED, "grid": {"z": 2}})
+    write_documents(folder, LENGTHS)
+    page = html_of(folder)
+    assert "18 documents on 2 places." in page and "travel" not in page
+    assert "imbalance" not in figures(read_run(folder))
+
+
+def test_nothing_is_said_of_places_without_context_and_documents(tmp_path: Path) -> None:
+    assert "Work by place" not in html_of(write_run(tmp_path / "run", records(10)))
+
+
+@pytest.mark.parametrize("lengths", [[[40, 10, 6, 5, 2]], [[64, 0]], [[True, 63]], [["64"]], [{}]], ids=str)
+def test_damaged_documents_are_said(tmp_path: Path, lengths: Any) -> None:
+    folder = write_run(tmp_path / "run", records(10), **GROUPED)
+    write_documents(folder, lengths)
+    (note,) = read_run(folder).notes
+    assert "documents/" in note
+    assert "Work by place" not in html_of(folder)
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import pytest
 
 from curves import DOCUMENTS, PACKED, ROWS, SEQ, Case, alone, check, config_of, write_texts
 from fourfold.grid import Grid, Shape
+from fourfold.report.run_data import read_run
+from fourfold.report.run_places import load_of
 from fourfold.train.config import read_config
 from fourfold.train.loop import Run, open_sources_here
 from fourfold.train.planning import count_steps, resolve
@@ -66,6 +68,31 @@ def test_bags_go_on_on_other_grids(ranks: Any, folder: Path, tmp_path: Path) -> 
         ranks(2).run(partial(trained, resume=number > 0), config, run)
     one = alone("llama-tiny", "fp64", 3, folder, whole)
     assert column(run, "step", "loss") == pytest.approx(one["loss"], rel=1e-10)
+
+
+@pytest.mark.parametrize("way", ["exchange", "gather"])
+def test_the_page_of_a_run_counts_what_its_ranks_sent(ranks: Any, folder: Path, tmp_path: Path, way: str) -> None:
+    """From the recorded lengths alone: K and V in forward, again in backward, and their gradients back."""
+    run, shape = tmp_path / "run", Shape(z=2, context=2)
+    changes = {"policy.context_way": way, "batch.micro_steps": 2, "data.pack": "whole"}
+    ranks(2).run(trained, config_of("llama-tiny", "fp64", STEPS, folder, shape, changes), run)
+    found = read_run(run)
+    (note,) = found.notes
+    assert "documents are longer than a bag of 48 tokens and are cut into pieces" in note
+    assert found.documents is not None and found.documents.step == STEPS
+    load = load_of(found.documents)
+    assert sum(place.tokens for place in load.places) == ROWS * SEQ
+    sent = column(run, "step", "wire_bytes")[-1]["context"]
+    assert sent == 2 * load.places[0].sent + load.places[0].received > 0
+    assert column(run, "step", "imbalance")[-1] == pytest.approx(load.imbalance)
+
+
+def test_documents_without_context_are_recorded_too(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(config_of("llama-tiny", "fp64", 1, folder, Shape(), PACKED), run)
+    found = read_run(run).documents
+    assert found is not None and sum(place.tokens for place in load_of(found).places) == ROWS * SEQ
+    assert "imbalance" not in lines_of(run)[0]
 
 
 def test_a_run_with_bags_says_what_is_padding(folder: Path, tmp_path: Path) -> None:

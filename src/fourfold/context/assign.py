@@ -8,18 +8,22 @@ documents, or segments of those that are too long for one. With [a, b) a segment
     E14  area(a, b) = (b (b + 1) - a (a + 1)) / 2   pairs of query and key.
 
 `assign_rows` cuts each row alike. `assign_documents` places documents by their lengths. Both are pure functions, so
-that all members know the whole assignment without a message.
+that all members know the whole assignment without a message, and the planner and the page of a run know it without a
+member. `plan_context` chooses between them as a policy says.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, permutations
 from typing import NamedTuple
+
+from fourfold.context_way import ContextWay
 
 
 class Segment(NamedTuple):
@@ -105,6 +109,11 @@ class Assignment:
         """The tokens whose K and V travel, counted once for every reader."""
         return sum(self.sent(*pair) for pair in permutations(range(len(self.members)), 2))
 
+    def exchanged(self, member: int) -> tuple[int, int]:
+        """Return the tokens that a member sends to others, counted once for every reader, and those that it gets."""
+        others = [other for other in range(len(self.members)) if other != member]
+        return sum(self.sent(member, other) for other in others), sum(self.sent(other, member) for other in others)
+
     def joined(self, neighbours: int) -> Assignment:
         """Return the assignment in which so many neighbouring members hold their tokens together."""
         if neighbours == 1:
@@ -177,6 +186,29 @@ def assign_documents(lengths: tuple[int, ...], members: int) -> Assignment:
     for document in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
         placed.place(document)
     return placed.assignment()
+
+
+def choose_way(assignment: Assignment) -> ContextWay:
+    """Return `exchange` if that moves less than half of what `gather` does, else `gather`."""
+    members = len(assignment.members)
+    all_tokens = (members - 1) * sum(assignment.lengths)
+    return ContextWay("exchange" if 2 * assignment.moved < all_tokens else "gather")
+
+
+def plan_context(
+    placing: str, way: str, rows: int, seq: int, members: int, documents: Sequence[int] | None = None
+) -> tuple[Assignment, ContextWay]:
+    """Return who holds which tokens of [rows, seq] in a context group, and how K and V travel.
+
+    `placing` and `way` are `assignment` and `context_way` of a policy. `documents` are the lengths of packed documents,
+    in all rows one after another, where they are known. Tokens that are lacking for equally many on each member are
+    added at the end, each a document of its own.
+    """
+    known = (seq,) * rows if documents is None else map(operator.index, documents)
+    lengths = (*known, *[1] * (-rows * seq % members))
+    by_rows = placing == "rows" or (placing == "auto" and documents is None)
+    assignment = assign_rows(rows, seq, lengths, members) if by_rows else assign_documents(lengths, members)
+    return assignment, choose_way(assignment) if way == "auto" else ContextWay.parse(way)
 
 
 class _Placed:

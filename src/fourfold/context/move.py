@@ -15,7 +15,6 @@ and V again, unless `keep_gathered`, and takes their gradients back the way they
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -27,11 +26,11 @@ from torch import Tensor
 from fourfold import comm
 from fourfold.axes import CONTEXT
 from fourfold.comm import Pending
-from fourfold.context.assign import Assignment, assign_documents, assign_rows
+from fourfold.context.assign import Assignment
+from fourfold.context_way import ContextWay
 from fourfold.engine import Engine, Turns
 from fourfold.grid import Grid
 from fourfold.operators import AsyncResult, once_differentiable
-from fourfold.policy import ContextWay, Policy
 from fourfold.tiles import Reading, Tile, Tiles, Unreading, indices, to_device
 
 MOST_PIECES = 4
@@ -44,28 +43,6 @@ micro-batch, those of training in two halves at most, those of evaluation likewi
 def pieces_of(heads: int) -> int:
     """Return the number of messages in which the K and V of so many heads travel, with equally many heads each."""
     return next(number for number in range(min(heads, MOST_PIECES), 0, -1) if heads % number == 0)
-
-
-def choose_way(assignment: Assignment) -> ContextWay:
-    """Return `exchange` if that moves less than half of what `gather` does, else `gather`."""
-    members = len(assignment.members)
-    all_tokens = (members - 1) * sum(assignment.lengths)
-    return ContextWay("exchange" if 2 * assignment.moved < all_tokens else "gather")
-
-
-def plan_context(
-    policy: Policy, rows: int, seq: int, members: int, documents: Sequence[int] | None = None
-) -> tuple[Assignment, ContextWay]:
-    """Return who holds which tokens of [rows, seq] in a context group, and how K and V travel.
-
-    `documents` are the lengths of packed documents, in all rows one after another, where they are known. Tokens that
-    are lacking for equally many on each member are added at the end, each a document of its own.
-    """
-    known = (seq,) * rows if documents is None else map(operator.index, documents)
-    lengths = (*known, *[1] * (-rows * seq % members))
-    by_rows = policy.assignment == "rows" or (policy.assignment == "auto" and documents is None)
-    assignment = assign_rows(rows, seq, lengths, members) if by_rows else assign_documents(lengths, members)
-    return assignment, choose_way(assignment) if policy.context_way == "auto" else ContextWay.parse(policy.context_way)
 
 
 # --- who reads what

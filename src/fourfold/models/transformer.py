@@ -22,7 +22,8 @@ from torch.nn.functional import pad
 
 from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, PIPE
 from fourfold.comm import all_gather, equal_along
-from fourfold.context.move import ContextAttention, own_tokens, plan_context
+from fourfold.context.assign import plan_context
+from fourfold.context.move import ContextAttention, own_tokens
 from fourfold.engine import Turns
 from fourfold.errors import nearest
 from fourfold.gradients import Units
@@ -392,16 +393,17 @@ class Transformer(Layer):
         if self.grid.shape.context == 1:
             return logits
         left, wholes = logits.detach().flatten(0, 1), []
-        parts = torch.arange(rows, device="cpu").chunk(self.halves(rows, seq).number)
-        for part, lengths in zip(parts, _documents_of(documents, [len(part) * seq for part in parts]), strict=True):
-            where = None if positions is None else positions[part[0] : part[-1] + 1]
-            here = self.context_of((len(part), seq), where, lengths)
+        done = 0
+        for part, lengths in self.cut_rows(rows, seq, documents):
+            where = None if positions is None else positions[done : done + part]
+            done += part
+            here = self.context_of((part, seq), where, lengths)
             own, left = left.split([here.tokens, len(left) - here.tokens])
             held = [tokens for member in range(here.members) for tokens in here.assignment.own(member)]
             order = indices(held, own.device)
             whole = own.new_empty(len(order), own.shape[1])
             whole[order] = all_gather(own, self.grid, CONTEXT, label="logits").wait()
-            wholes.append(whole[: len(part) * seq].unflatten(0, (-1, seq)))
+            wholes.append(whole[: part * seq].unflatten(0, (-1, seq)))
         return torch.cat(wholes)
 
     def _policy_of(self, stage: int) -> Policy:
@@ -426,6 +428,13 @@ class Transformer(Layer):
     def halves(self, rows: int, seq: int) -> Halves:
         """Return into how many halves the rows of a place are cut, and why."""
         return halves_of(self.config, self.grid.shape, self.policy, rows, seq, self.compute.itemsize)
+
+    def cut_rows(
+        self, rows: int, seq: int, documents: Sequence[int] | None = None
+    ) -> list[tuple[int, Sequence[int] | None]]:
+        """Return the rows of each half of a place's batch, with the lengths of its documents where they are known."""
+        parts = [len(part) for part in torch.arange(rows, device="cpu").chunk(self.halves(rows, seq).number)]
+        return list(zip(parts, _documents_of(documents, [part * seq for part in parts]), strict=True))
 
     @property
     def compute(self) -> torch.dtype:
@@ -502,7 +511,8 @@ class Transformer(Layer):
         rows, seq = shape
         if documents is None and positions is not None and not positions.is_meta:
             documents = document_lengths(positions)
-        assignment, way = plan_context(self.policy, rows, seq, self.grid.shape.context, documents)
+        chosen = self.policy.assignment, self.policy.context_way
+        assignment, way = plan_context(*chosen, rows, seq, self.grid.shape.context, documents)
         return ContextAttention(assignment, way, self.grid, keep=self.policy.keep_gathered)
 
     def _run(

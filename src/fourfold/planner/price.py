@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from fourfold.axes import AXES, MESSAGE_AXES, PIPE, REPLICA
-from fourfold.context.move import plan_context
+from fourfold.context.assign import plan_context
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig
@@ -458,7 +458,8 @@ class Candidate:
         if task.documents is not None:
             documents = task.documents.busiest(self.rows, task.seq, shape.row_places)
             if shape.context > 1:  # the member that has the most attention
-                work = plan_context(self.policy, self.rows, task.seq, shape.context, documents)[0].work
+                chosen = self.policy.assignment, self.policy.context_way
+                work = plan_context(*chosen, self.rows, task.seq, shape.context, documents)[0].work
                 rank = shape.context_ranks(rank)[work.index(max(work))]
         whole = config, shape, self.policy, self.rows, task.seq
         return LocalSizes(*whole, task.parameters, rank, documents=documents)

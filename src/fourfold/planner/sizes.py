@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fourfold.axes import BATCH, CONTEXT, CUTS, PIPE, REPLICA
-from fourfold.context.assign import area
-from fourfold.context.move import pieces_of, plan_context
+from fourfold.context.assign import area, plan_context
+from fourfold.context.move import pieces_of
 from fourfold.engine import Overlap
 from fourfold.gradients import Bucket, OwingGradient, bucket_unit, fill_buckets
 from fourfold.grid import Grid, Shape
@@ -626,7 +626,7 @@ def context_traffic(
     policy: Policy, rows: int, seq: int, members: int, documents: tuple[int, ...] | None, member: int, kv_heads: int
 ) -> ContextTraffic:
     """Return what a member sends and reads, from the assignment that the runtime makes (`context.move`)."""
-    assignment, way = plan_context(policy, rows, seq, members, documents)
+    assignment, way = plan_context(policy.assignment, policy.context_way, rows, seq, members, documents)
     near, holders = way.neighbours, assignment.joined(way.neighbours)
     here, all_of_them = member // near, range(len(holders.members))
     tokens = sum(segment.tokens for segment in holders.members[here])
@@ -642,11 +642,7 @@ def context_traffic(
     if everything:
         whole = tokens * len(all_of_them)
         return ContextTraffic(form, near, tokens, whole, whole, tokens, read, pairs)
-    to, taken = (
-        sum(holders.sent(*pair) for pair in pairs_of if pair[0] != pair[1])
-        for pairs_of in ([(here, one) for one in all_of_them], [(one, here) for one in all_of_them])
-    )
-    return ContextTraffic(form, near, tokens, to, taken, 0, read, pairs)
+    return ContextTraffic(form, near, tokens, *holders.exchanged(here), 0, read, pairs)
 
 
 class HeldUnits(NamedTuple):

@@ -1,4 +1,5 @@
-"""Read a run folder as the trainer writes it: `config.toml`, `run.json`, `metrics.jsonl`, `profile/`, `pipeline/`.
+"""Read a run folder as the trainer writes it: `config.toml`, `run.json`, `metrics.jsonl`, `profile/`, `pipeline/`,
+`documents/`.
 
 A run may have been killed in the middle of a line, resumed from an earlier step, or diverged. All of this can be read:
 `RunData.notes` mentions everything that was left out, so nothing is dropped silently. It is an error if the folder is
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from fourfold.axes import AXES, PIPE
 from fourfold.parse import parse_json
@@ -42,7 +43,10 @@ NOT_DRAWN = ("end", "profile", "compared", "corrected", "saved")
 """Events of `metrics.jsonl` that the figures do not need: their numbers have own files, or are in `run.json`."""
 
 
-NUMBERS = ("loss", "grad_norm", "learning_rate", "seconds", "tokens_per_second", "mfu", "hfu", "peak_memory_bytes")
+NUMBERS = (
+    "loss", "grad_norm", "learning_rate", "seconds", "tokens_per_second", "mfu", "hfu", "peak_memory_bytes",
+    "imbalance",
+)  # fmt: skip
 """The numbers of a step, by their names in metrics.jsonl."""
 BY_AXIS = ("wire_bytes", "exposed_seconds")
 """The numbers of a step that are given by axis."""
@@ -82,6 +86,7 @@ class LoggedStep:
     mfu: float | None
     hfu: float | None
     peak_memory_bytes: float | None
+    imbalance: float | None
     wire_bytes: Mapping[str, float]
     exposed_seconds: Mapping[str, float]
 
@@ -265,6 +270,34 @@ class PipelineRecord:
         return play(self.schedule, {kind: [seconds(kind, stage) for stage in stages] for kind in ("F", "B", "W")})
 
 
+class BatchPart(NamedTuple):
+    """A part of a micro-batch whose tokens are assigned to the places of a group by themselves."""
+
+    rows: int
+    seq: int
+    lengths: tuple[int, ...] | None
+    """The lengths of its documents; None if each row is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentsRecord:
+    """The documents of one step, by context group, or by place where there are no groups."""
+
+    step: int
+    members: int
+    """The places of a group."""
+    assignment: str
+    way: str
+    layers: int
+    """The layers of the first rank."""
+    sizes: tuple[int, int]
+    """Bytes of a token's queries, and of its keys and values, on one rank."""
+    groups: tuple[tuple[int, tuple[tuple[BatchPart, ...], ...]], ...]
+    """Every group with the parts of each of its micro-batches."""
+    left_out: int
+    """The groups that have recorded nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluations:
     """The evaluations in the order of their steps: validation losses, all of them finite."""
@@ -295,6 +328,7 @@ class RunData:
     """Why the run ended; None if it recorded no end."""
     profile: ProfileSummary | None = None
     pipeline: PipelineRecord | None = None
+    documents: DocumentsRecord | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -333,6 +367,8 @@ def read_run(folder: Path) -> RunData:
         _read_profile(run, (folder / "profile").resolve())
     if shape.sizes[PIPE] > 1 and (folder / "schedule.csv").is_file():
         _read_pipeline(run, folder)
+    if (folder / "documents").is_dir():
+        _read_documents(run, folder / "documents")
     return run
 
 
@@ -495,6 +531,8 @@ class Piece:
                 self.skips.append((number, step, None if parameter is None else sys.intern(str(parameter))))
             case "resumed":
                 self.notes.add(f"The run was resumed after step {step}, on {record.get('grid', 'an unknown grid')}.")
+            case "note":
+                self.notes.add(f"{f'Step {step}: ' if step else ''}{record.get('said')}.")
             case _ if event not in NOT_DRAWN:
                 self.unknown[event] += 1
         return None
@@ -680,6 +718,40 @@ def _read_pipeline(run: RunData, folder: Path) -> None:
         run.pipeline = PipelineRecord(schedule, int(found[0]["step"]), spans)
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         run.notes.append(f"schedule.csv or pipeline/ could not be read ({type(error).__name__}: {error}).")
+
+
+def _read_documents(run: RunData, folder: Path) -> None:
+    """Read the lengths of the documents of a step, which every context group has recorded for itself."""
+
+    def whole(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{value!r:.20} is no count")
+        return value
+
+    def part(found: Mapping[str, Any]) -> BatchPart:
+        rows, seq, lengths = whole(found["rows"]), whole(found["seq"]), found["lengths"]
+        if lengths is not None and sum(map(whole, lengths)) != rows * seq:
+            raise ValueError(f"documents of {sum(lengths)} tokens in {rows} rows of {seq}")
+        return BatchPart(rows, seq, None if lengths is None else tuple(lengths))
+
+    try:
+        files = [folder / f"group-{group}.json" for group in range(run.shape.row_places)]
+        found = [parse_json(file.read_bytes()) for file in files if file.is_file()]
+        if not found:
+            return
+        if len({one["step"] for one in found}) > 1:
+            run.notes.append("documents/ has those of several steps, and is not shown.")
+            return
+        about = run.facts["context"]
+        groups = tuple(
+            (int(one["group"]), tuple(tuple(map(part, parts)) for parts in one["micro_batches"])) for one in found
+        )
+        sizes = int(about["query_bytes"]), int(about["key_bytes"])
+        options = str(about["assignment"]), str(about["way"]), int(about["layers"]), sizes
+        left_out = run.shape.row_places - len(groups)
+        run.documents = DocumentsRecord(int(found[0]["step"]), run.shape.context, *options, groups, left_out)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        run.notes.append(f"documents/ could not be read ({type(error).__name__}: {error}).")
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:

@@ -18,10 +18,11 @@ from statistics import median
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
-from fourfold.axes import AXES
+from fourfold.axes import AXES, CONTEXT
 from fourfold.report import page
 from fourfold.report.page import Figure, card, colour, hint, plot_axis, plot_layout, section, table
 from fourfold.report.run_data import OverRanks, PipelineRecord, ProfileSummary, RunData, StepTable, read_run
+from fourfold.report.run_places import load_of, places_figure, tables
 from fourfold.report.units import DASH, count, duration, known, nbytes, percent, plain
 from fourfold.schedule.play import Played
 from fourfold.schedule.text import label
@@ -109,6 +110,7 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
         "</div>",
         *_plan(run, drawn),
         *_pipeline(run, drawn),
+        *_places(run, drawn),
         *_profile(run, drawn, beside),
         section("The grid", draw_grid(run.shape)),
         section(f"Skipped steps ({len(run.skipped)})", _skipped_table(run)),
@@ -268,6 +270,7 @@ def figures(run: RunData) -> dict[str, Figure]:
         "norm": _norm(run.steps),
         "throughput": _throughput(run.steps),
         "time": _time(run),
+        "imbalance": _imbalance(run),
     }
     steps = [*_ends(run.steps.steps), *_ends(run.evaluations.steps), *_ends(list(run.skipped))]
     for figure in filter(None, by_step.values()):
@@ -278,6 +281,7 @@ def figures(run: RunData) -> dict[str, Figure]:
             figure["layout"]["xaxis"].update(dtick=1)  # otherwise plotly also marks step 1.5
     made = {**by_step, "wire": _wire(run), "kept": _kept(run), "links": _links(run), "plan": _plan_figure(run)}
     made["pipeline"] = _pipeline_figure(run.pipeline)
+    made["places"] = None if run.documents is None else places_figure(load_of(run.documents))
     return {name: figure for name, figure in made.items() if figure is not None}
 
 
@@ -438,6 +442,20 @@ def _time(run: RunData) -> Figure | None:
         axis["range"] = [0, usual]
         caption += " The slowest steps are above the frame; double-click to see them."
     return {"traces": traces, "layout": plot_layout(340, yaxis=axis), "caption": caption}
+
+
+def _imbalance(run: RunData) -> Figure | None:
+    """Draw how uneven attention is over a context group, and the bytes that rank 0 sends there, step by step."""
+    if run.shape.context == 1:
+        return None
+    uneven = _column_line(run.steps, "imbalance", "imbalance", color="var(--strong)")
+    lines = []
+    if (sent := run.steps.by_axis("wire_bytes").get(CONTEXT)) is not None:
+        lines = [_line(run.steps, "sent over context", extremes(sent), sent, color=colour(CONTEXT))]
+    above = [{**uneven, "y": [value and value - 1 for value in uneven["y"]], "hovertemplate": "%{y:.1%}"}]
+    upper = "attention of the busiest member above the mean", above, {"tickformat": ".3~%"}
+    lower = "sent over context", lines, {"tickformat": ".3~s", "ticksuffix": "B"}
+    return _two_panels(upper, lower, "Attention in the context group of rank 0, and the bytes that rank 0 sends there.")
 
 
 def _wire(run: RunData) -> Figure | None:
@@ -736,6 +754,19 @@ def _pipeline_caption(record: PipelineRecord, planned: Played) -> str:
         f"ranks were idle for {percent(record.idle_share)} of it. As planned, every action takes the median time of "
         f"its kind in its stage, and messages none: {duration(planned.makespan)} and {percent(planned.idle_share)}."
     )
+
+
+# --- work by place
+
+
+def _places(run: RunData, drawn: Mapping[str, Figure]) -> list[str]:
+    """Return the sections about work and bytes by place; none for a run without context and packed documents."""
+    found = []
+    if run.documents is not None:
+        found.append(_figure("places", "Work by place", drawn, more="".join(tables(load_of(run.documents)))))
+    if "imbalance" in drawn:
+        found.append(_figure("imbalance", "Context groups, step by step", drawn))
+    return found
 
 
 # --- the profile

@@ -26,6 +26,7 @@ from torch.nn import functional
 from fourfold import comm
 from fourfold.action_times import ActionTimes
 from fourfold.axes import AXES, PIPE
+from fourfold.context.assign import plan_context
 from fourfold.data.loader import TokenBatch
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.gradients import gradients_of
@@ -36,6 +37,7 @@ from fourfold.nn.loss import count_targets
 from fourfold.nn.rng import StepRng
 from fourfold.parse import import_object
 from fourfold.pipeline import forward_backward, schedule_of
+from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.trace import kept_bytes
 from fourfold.planner.transformer import Flops, flops_per_token
 from fourfold.schedule.action import Schedule
@@ -99,6 +101,20 @@ class LanguageModel(ABC):
         """The clock of the model's random numbers."""
         return self.module.clock  # type: ignore[return-value]
 
+    def parts(self, batch: TokenBatch) -> list[RunEvent]:  # noqa: ARG002
+        """Return the parts of a micro-batch whose tokens are assigned to places, each by itself, for records.
+
+        It is empty if places have rows of their own, of one document each, and for modules of the user.
+        """
+        return []
+
+    def imbalance(self, batches: Sequence[TokenBatch]) -> float | None:  # noqa: ARG002
+        """Return the attention of the busiest member of this rank's context group divided by the mean, in a step.
+
+        All members wait for the busiest one in every part. None on a grid without context.
+        """
+        return None
+
     def notes(self) -> list[str]:
         """Return lines about the model that people read before the first step."""
         return []
@@ -150,6 +166,24 @@ class ReferenceModel(LanguageModel):
         model = cast(Transformer, self.module)
         return forward_backward(model, [batch._asdict() for batch in batches], times=self.times).double()
 
+    def parts(self, batch: TokenBatch) -> list[RunEvent]:
+        if batch.documents is None and self.grid.shape.context == 1:
+            return []
+        rows, seq = batch.tokens.shape
+        halves = cast(Transformer, self.module).cut_rows(rows, seq, batch.documents)
+        return [{"rows": rows, "seq": seq, "lengths": lengths and list(lengths)} for rows, lengths in halves]
+
+    def imbalance(self, batches: Sequence[TokenBatch]) -> float | None:
+        members, busiest, work = self.grid.shape.context, 0, 0
+        if members == 1:
+            return None
+        for part in (part for batch in batches for part in self.parts(batch)):
+            chosen = self._policy.assignment, self._policy.context_way
+            # the same arguments as those of the pass, which has found the assignment already
+            assignment, _ = plan_context(*chosen, part["rows"], part["seq"], members, part["lengths"])
+            busiest, work = busiest + max(assignment.work), work + sum(assignment.work)
+        return busiest * members / work
+
     @cached_property
     def kept_bytes(self) -> dict[str, int]:
         """Bytes that one rank keeps for backward, by kind of recompute."""
@@ -158,9 +192,26 @@ class ReferenceModel(LanguageModel):
 
     def facts(self) -> RunEvent:
         if self._lora is not None:
-            return {"trained_parameters": self._pairs, "recompute": self._policy.recompute}
-        halves = self.module.halves(*self._sizes)  # type: ignore[operator]
-        return {"kept_bytes": self.kept_bytes, "recompute": self._policy.recompute, "halves": halves._asdict()}
+            about: RunEvent = {"trained_parameters": self._pairs}
+        else:
+            halves = self.module.halves(*self._sizes)  # type: ignore[operator]
+            about = {"kept_bytes": self.kept_bytes, "halves": halves._asdict()}
+        return {**about, "recompute": self._policy.recompute, **self._context()}
+
+    def _context(self) -> RunEvent:
+        """Return how tokens are assigned to places and what K and V of a token are, if there is a choice."""
+        if self.grid.shape.context == 1 and not self._run.data.apart:
+            return {}
+        policy, dtype = self._policy, self._run.policy.parameters
+        sizes = LocalSizes(self.config, self.grid.shape, policy, *self._sizes, dtype, self.grid.rank)
+        context = {
+            "assignment": policy.assignment,
+            "way": policy.context_way,
+            "layers": len(sizes.held.layers),
+            "query_bytes": sizes.query_cut_nbytes // sizes.m,
+            "key_bytes": 2 * sizes.local_kv * sizes.item,
+        }
+        return {"context": context}
 
     def notes(self) -> list[str]:
         if self._lora is not None:

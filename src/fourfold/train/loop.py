@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import fourfold
 from fourfold.action_times import ActionTimes
 from fourfold.atomic import write_json, write_text
-from fourfold.axes import CUTS, PIPE
+from fourfold.axes import AXES, BATCH, CUTS, PIPE
 from fourfold.checkpoint.load import remove_checkpoint, set_aside
 from fourfold.checkpoint.training_state import require_fit, training_shards
 from fourfold.data.loader import Evaluation, Loader, TokenBatch, unigram_entropy
@@ -62,14 +62,16 @@ from fourfold.train.language_model import build_model, vocab_of
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
 from fourfold.train.run_folder import (
+    MOST_GROUPS,
     FolderLock,
     RunEvent,
     Sink,
     check_folder,
     make_folder,
-    remove_pipe_times,
+    remove_drawn_step,
     rewind,
     strict,
+    write_documents,
     write_pipe_times,
 )
 from fourfold.train.signals import NAMES, Stop, Verdict
@@ -96,6 +98,8 @@ class StepInFlight:
     """The loader's state after this step."""
     real_tokens: int
     """The tokens of the whole batch without padding of bags."""
+    imbalance: float | None
+    """The attention of the busiest member of rank 0's context group divided by the mean; known on rank 0."""
     metrics: Callable[[], StepMetrics]
     """Returns the metrics of the step once the device has finished it."""
 
@@ -255,7 +259,7 @@ class Run:
         self._lock = FolderLock(self.out)  # before anything in the folder changes
         if not start.resumes and (self.out / "metrics.jsonl").exists():
             check_folder(self.out, save=self.config.checkpoint.save)  # another job was faster since the first look
-        remove_pipe_times(self.out)
+        remove_drawn_step(self.out)
         for later in reversed(start.newer):  # the newest first, so that an interruption leaves no gap
             remove_checkpoint(later)
         kept = [(found, set_aside(found.folder)) for found in start.passed_over]
@@ -435,6 +439,18 @@ class Run:
         except OSError as error:  # a full disk; the page then shows the schedule as planned
             warn(f"{error.strerror}; the run continues")
 
+    def _write_documents(self, step: int, batches: Sequence[TokenBatch]) -> None:
+        """Write the lengths of the documents of this step: one rank of each context group does, or of each place."""
+        shape, rank, coords = self.grid.shape, self.grid.rank, self.grid.coords
+        group, parts = shape.row_place(rank), [self.language_model.parts(batch) for batch in batches]
+        inside = any(coords[axis] for axis in AXES if axis not in BATCH) or shape.member(rank)
+        if inside or group >= MOST_GROUPS or not any(parts) or not (self.out / "run.json").exists():
+            return
+        try:
+            write_documents(self.out, {"step": step, "group": group, "micro_batches": parts})
+        except OSError as error:  # a full disk; the page then does not show work by place
+            warn(f"{error.strerror}; the run continues")
+
     def _launch(self, step: int) -> None:
         """Launch forward, backward and the optimizer of a step, without waiting for the device."""
         optimizer = self.optimizer
@@ -442,6 +458,9 @@ class Run:
         self.guard.begin_step(step)
         learning_rate = self.schedule.apply(optimizer, step)
         batches = self.loader.next()
+        imbalance = self.language_model.imbalance(batches) if self.grid.rank == 0 else None
+        if step == self._drawn_step:
+            self._write_documents(step, batches)
         self.guard.doing("computing")
         # Use the current limit: on a GPU the previous step has not been judged yet when this step is launched.
         limit = self.step_judge.limit
@@ -462,7 +481,8 @@ class Run:
         results = torch.empty(2, dtype=torch.float64, pin_memory=self.meter.on_gpu)
         results.copy_(torch.stack([loss, norm.to(loss.dtype)]), non_blocking=True)
         metrics = self.meter.end(replayed=graph is not None and graph.replayed)
-        self._in_flight.append(StepInFlight(step, learning_rate, results, limit, clipped, data, real_tokens, metrics))
+        about = data, real_tokens, imbalance, metrics
+        self._in_flight.append(StepInFlight(step, learning_rate, results, limit, clipped, *about))
 
     def _compute(self, batches: Sequence[TokenBatch], skip_above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run forward, backward and the optimizer of a step, which is skipped if the loss is above `skip_above`.
@@ -517,6 +537,8 @@ class Run:
         }
         if self.config.data.bag_rows is not None:
             event["padding"] = 1 - done.real_tokens / self.config.batch.tokens
+        if done.imbalance is not None:
+            event["imbalance"] = done.imbalance
         self._record(event)
         if self._prediction_check is not None:
             self._record_comparison(self._prediction_check.add(event))

@@ -62,6 +62,10 @@ MACHINE = "machine.toml"
 """The corrected machine file of a run."""
 PIPE_TIMES = "pipeline"
 """The folder with the times of a pipeline's actions."""
+DOCUMENTS = "documents"
+"""The folder with the lengths of the documents of a step."""
+MOST_GROUPS = 64
+"""The most context groups, or places, whose documents are recorded: a page draws no more."""
 LOCK = ".lock"
 TAIL = 1 << 20
 """Bytes at the end of metrics.jsonl in which the last step is found: thousands of events."""
@@ -126,9 +130,15 @@ def write_pipe_times(folder: Path, times: RunEvent) -> None:
     write_json(folder / PIPE_TIMES / f"rank-{times['pipe']}.json", times)
 
 
-def remove_pipe_times(folder: Path) -> None:
-    """Remove the times of an earlier part of the run, which may have had other pipe ranks."""
-    for path in (folder / PIPE_TIMES).glob("rank-*.json"):
+def write_documents(folder: Path, documents: RunEvent) -> None:
+    """Write the lengths of the documents that one context group, or one place without a group, has in a step."""
+    (folder / DOCUMENTS).mkdir(exist_ok=True)
+    write_json(folder / DOCUMENTS / f"group-{documents['group']}.json", documents)
+
+
+def remove_drawn_step(folder: Path) -> None:
+    """Remove times and documents of an earlier part of the run, which may have had another grid."""
+    for path in (*(folder / PIPE_TIMES).glob("rank-*.json"), *(folder / DOCUMENTS).glob("group-*.json")):
         path.unlink(missing_ok=True)
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fourfold.axes import CONTEXT
-from fourfold.context.assign import assign_rows
-from fourfold.context.move import ContextAttention, choose_way
+from fourfold.context.assign import assign_rows, plan_context
+from fourfold.context.move import ContextAttention
 from fourfold.grid import Grid
-from fourfold.policy import ContextWay, Policy
+from fourfold.policy import Policy
 from fourfold.tiles import indices
 
 
@@ -47,8 +47,7 @@ class OwnTokens:
         """Return how the tokens of so many rows read each other."""
         if rows not in self._attention:
             policy = self.policy
-            assignment = assign_rows(rows, self.seq, (self.seq,) * rows, self.grid.shape.context)
-            way = choose_way(assignment) if policy.context_way == "auto" else ContextWay.parse(policy.context_way)
+            assignment, way = plan_context("rows", policy.context_way, rows, self.seq, self.grid.shape.context)
             self._attention[rows] = ContextAttention(assignment, way, self.grid, keep=policy.keep_gathered)
         return self._attention[rows]
 
