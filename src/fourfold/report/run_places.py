@@ -144,7 +144,7 @@ def caption(load: StepLoad) -> str:
             way if len(load.ways) == 1 else f"{way} ({number} of {load.ways.total()})"
             for way, number in load.ways.most_common()
         )
-        text += f" K and V travel by {ways}."
+        text += f" K and V travel by {ways}. A place is named by its group and its member."
     if record.left_out:
         text += f" {plural(record.left_out, 'more group')} recorded nothing."
     return text
@@ -172,7 +172,7 @@ def tables(load: StepLoad) -> Iterator[str]:
             f"Bytes are those of K and V that one rank of a place sends and receives in forward of its {layers}. "
             "Backward brings K and V again, unless policy.keep_gathered, and takes their gradients back."
         )
-        yield table(("if K and V went by", "a place would send", "the busiest one"), _way_rows(load))
+        yield table(("if K and V went by", "a place would send on average", "at most"), _way_rows(load))
     longest = load.documents[:LONGEST]
     several = len({one.micro_batch for one in load.documents}) > 1
     head = ("longest documents, in tokens", *(("micro-batch",) if several else ()), where[0], "cut over")
