@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fourfold as ff
-from fourfold.context.assign import assign_documents
+from fourfold.context.assign import assign_documents, assign_rows
 from fourfold.context.move import KeyPlan, ring_tiles
 from fourfold.grid import Grid, Shape
 from fourfold.params import local_of
@@ -40,25 +40,27 @@ def error(found: Tensor, right: Tensor) -> float:
     return ((found.double() - right.double()).norm() / right.double().norm()).item()
 
 
-def read_tiles(dtype: torch.dtype, heads: tuple[int, int, int]) -> list[str]:
+def read_tiles(dtype: torch.dtype, heads: tuple[int, int, int], *, row: bool = False) -> list[str]:
     """Compare values and gradients of tiles with those of products in fp64: documents, parts of documents with what
-    comes before them, and keys that come in parts."""
+    comes before them, and keys that come in parts. With `row`, one document, whose tiles are long and come again."""
     queries, keys, width = heads
     worst = 0.0
-    for seed in range(4):
-        lengths = drawn_lengths(2048, seed)
-        holders = assign_documents(tuple(lengths), 4)
+    tokens = 8192 if row else 2048
+    part = tokens // 4
+    for seed in range(1 if row else 4):
+        lengths = [tokens] if row else drawn_lengths(tokens, seed)
+        holders = assign_rows(1, tokens, (tokens,), 4) if row else assign_documents(tuple(lengths), 4)
         plans = [[(document_tiles(lengths), slice(None), slice(None))]]
         for me in range(4):
             plan = KeyPlan.of(holders, me, everything=True, device=torch.device(DEVICE))
-            own = slice(me * 512, me * 512 + 512)
+            own = slice(me * part, (me + 1) * part)
             plans.append([(plan.tiles, own, plan.order)])
             around = ring_tiles(holders, me)
             order = [me, *(other for other in range(4) if other != me)]
-            plans.append([(around[one], own, slice(one * 512, one * 512 + 512)) for one in order])
+            plans.append([(around[one], own, slice(one * part, (one + 1) * part)) for one in order])
         torch.manual_seed(seed)
-        q = torch.randn(2048, queries, width, device=DEVICE, dtype=dtype)
-        k, v = (torch.randn(2048, keys, width, device=DEVICE, dtype=dtype) for _ in range(2))
+        q = torch.randn(tokens, queries, width, device=DEVICE, dtype=dtype)
+        k, v = (torch.randn(tokens, keys, width, device=DEVICE, dtype=dtype) for _ in range(2))
         dout = torch.randn_like(q)
         for plan in plans:
             found, right = (
@@ -125,7 +127,9 @@ def main(names: list[str]) -> int:
     checks: dict[str, Check] = {"memory": memory}
     for dtype in BOUND:
         for heads in ((8, 2, 128), (4, 4, 64), (4, 1, 72)):
-            checks[f"tiles {dtype} {heads}"] = lambda dtype=dtype, heads=heads: read_tiles(dtype, heads)
+            for row in (False, True):
+                name = f"tiles{' of a row' if row else ''} {dtype} {heads}"
+                checks[name] = lambda dtype=dtype, heads=heads, row=row: read_tiles(dtype, heads, row=row)
     for shape in (Shape(z=4, context=2), Shape(z=2, data=2, context=4), Shape(x=2, z=2, context=2)):
         for way in WAYS:
             for documents in (False, True):

@@ -123,14 +123,14 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for side, first in (("plain", options.first), ("careful", options.first), ("fourfold", 0)):
         seq = first or rounded(longest["careful"] * LONGER)
         while seq <= options.most:
-            record = attempt(side, seq, 1, options)
+            record = attempt(side, seq, 2, options)  # the first step makes the optimizer's state
             yield record
             if not record["fits"]:
                 break
             longest[side] = seq
             seq = rounded(seq * GROWTH)
     for side in ("careful", "fourfold", "careful", "fourfold"):
-        yield attempt(side, longest["careful"], 3, options)
+        yield attempt(side, longest["careful"], 4, options)
 
 
 def rounded(tokens: float) -> int:

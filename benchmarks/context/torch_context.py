@@ -36,8 +36,8 @@ from benchmarks.shared.rank_pool import PARTITION, RankContext, RankPool, has_gp
 from benchmarks.shared.tables import RESULTS, markdown_table
 from fourfold.context.assign import assign_documents, assign_rows
 from fourfold.context.move import ContextAttention
+from fourfold.context_way import ContextWay
 from fourfold.engine import Engine, Overlap
-from fourfold.policy import ContextWay
 from fourfold.tiles import Tiles, attend, document_tiles, indices
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -11,7 +11,7 @@ A query may read several tiles, whose results are merged:
 Backward of a tile takes the merged out and lse, so tiles need nothing of each other.
 
 `Tiles.calls` says how kernels compute them. In half precision on a GPU one kernel reads many tiles of any lengths
-(`Pack`); elsewhere, and where long tiles come in the same lengths in every batch, a kernel reads one (`Piece`).
+(`Pack`); elsewhere, and where long tiles come in the same lengths in every batch, a kernel reads one (`TilePiece`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Tiles(tuple[Tile, ...]):
         return packs[q.device]
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TilePiece]:
         return list(_pieces(self))
 
     @cached_property
@@ -132,7 +132,7 @@ class Documents:
         return self._tiles.calls(q)
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TilePiece]:
         return self._tiles.pieces
 
     def require_all(self, queries: int) -> None:
@@ -300,7 +300,7 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TilePiece:
     """A tile, or a part of one in which causal queries and keys are equally many."""
 
     queries: slice
@@ -342,7 +342,7 @@ class Piece:
         return [part.unflatten(0, (self.times, -1)).transpose(1, 2) for part in parts]
 
 
-def _pieces(tiles: Iterable[Tile]) -> Iterator[Piece]:
+def _pieces(tiles: Iterable[Tile]) -> Iterator[TilePiece]:
     """Yield the keys that all queries read, then the square. torch aligns other causal masks at the first query."""
     begun: set[int] = set()
     for queries, keys, causal, times in tiles:
@@ -350,15 +350,15 @@ def _pieces(tiles: Iterable[Tile]) -> Iterator[Piece]:
         first = queries.start not in begun
         begun.add(queries.start)
         if not causal or len(keys) == len(queries):
-            yield Piece(tokens, read, first, causal, times)
+            yield TilePiece(tokens, read, first, causal, times)
             continue
         if len(keys) < len(queries):
             raise ValueError(f"a causal tile of {len(queries)} queries has at least as many keys, not {len(keys)}")
         if times > 1:
             raise ValueError("equal tiles side by side have as many keys as queries")
         square = keys.stop - len(queries)
-        yield Piece(tokens, slice(keys.start, square), first, causal=False, times=1)
-        yield Piece(tokens, slice(square, keys.stop), first=False, causal=True, times=1)
+        yield TilePiece(tokens, slice(keys.start, square), first, causal=False, times=1)
+        yield TilePiece(tokens, slice(square, keys.stop), first=False, causal=True, times=1)
 
 
 def _has_fused(a: Tensor) -> bool:

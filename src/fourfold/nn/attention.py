@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fourfold import kernels
 from fourfold.context.move import ContextAttention
+from fourfold.context_way import ContextWay
 from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.kernels import HeadKind
@@ -29,7 +30,7 @@ from fourfold.nn.lora import LORA, add_delta
 from fourfold.nn.norm import HeadNorm
 from fourfold.nn.rng import seeded
 from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
-from fourfold.policy import ContextWay, Policy
+from fourfold.policy import Policy
 from fourfold.tiles import Documents, Tiles, attend, document_lengths, document_tiles
 
 

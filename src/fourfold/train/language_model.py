@@ -170,7 +170,8 @@ class ReferenceModel(LanguageModel):
         if batch.documents is None and self.grid.shape.context == 1:
             return []
         rows, seq = batch.tokens.shape
-        halves = cast(Transformer, self.module).cut_rows(rows, seq, batch.documents)
+        lengths = cast(tuple[int, ...] | None, batch.documents)  # as the loader hands them over
+        halves = cast(Transformer, self.module).cut_rows(rows, seq, lengths)
         return [{"rows": rows, "seq": seq, "lengths": lengths and list(lengths)} for rows, lengths in halves]
 
     def imbalance(self, batches: Sequence[TokenBatch]) -> float | None:
