@@ -64,7 +64,7 @@ def case_of(draw: random.Random, shape: Shape) -> Drawn:
     near = [size for size in range(2, shape.context + 1) if shape.context % size == 0 and heads % size == 0]
     swaps = [f"ulysses:{size}{over}" for size in near for over in ("", "+gather", "+exchange", "+ring")]
     way = draw.choice(["auto", "gather", "exchange", "ring", *swaps])
-    documents = draw.choice(["", "one token", f"draw {draw.random()}"])
+    documents = draw.choice(["", "one token", "apart", f"draw {draw.random()}"])
     return Drawn(shape, (kind, documents, dataclasses.replace(policy, context_way=way)))
 
 

@@ -39,6 +39,8 @@ def lengths_of(kind: str) -> list[list[int]]:
     drawn = random.Random(kind)
     if kind == "one token":
         return [[1] * SEQ] * ROWS
+    if kind == "apart":  # one document is cut over members, and in groups without it nothing travels
+        return [[SEQ], *[[1] * SEQ] * (ROWS - 1)]
     found = []
     for _ in range(ROWS):
         row: list[int] = []
@@ -219,6 +221,28 @@ def test_documents_inside_a_place_send_nothing(ranks) -> None:
 
 
 # --- the rest of a model
+
+
+def refused_without_documents(assignment: Any) -> list[bool]:
+    """Whether `whole_rows` refuses logits of documents, and of plain rows, if it is not told of any."""
+    grid, refused = grid_of(Shape(z=2, context=2)), []
+    model = ff.models.build(CONFIGS["llama"], grid, policy=Policy(assignment=assignment))
+    for documents in ("mixed", ""):
+        tokens, _, positions = batch(documents)
+        with torch.no_grad():
+            own = model(tokens, positions=positions)
+        try:
+            model.whole_rows(own, tokens.shape)
+            refused.append(False)
+        except ValueError as error:
+            refused.append("give whole_rows the same positions or documents" in str(error))
+    return refused
+
+
+def test_whole_rows_must_know_documents(ranks) -> None:
+    """Without them, tokens would be put where they do not belong."""
+    assert ranks(2).run(refused_without_documents, "auto") == [[True, False]] * 2
+    assert ranks(2).run(refused_without_documents, "rows") == [[False, False]] * 2
 
 
 def logits_of(shape: Shape, documents: str, rows: int, seq: int) -> Tensor:

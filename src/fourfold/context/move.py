@@ -11,6 +11,17 @@ values of its document up to itself; E16 is what a rank sends in forward, in ele
 
 Messages travel by KV heads, so that those of one are attended while the next ones are on their way. Backward moves K
 and V again, unless `keep_gathered`, and takes their gradients back the way they came, added in the order of members.
+
+Invariant: what a rank launches over other axes, and which products run between these launches, does not depend on the
+documents of its group or on the KV heads of the rank. Ranks along z may be in different context groups, which have
+other documents, and ranks along x or y may read unequally many KV heads. So they send unequally many messages over
+context, each to members of its own group with the same heads, who send as many. Everything else must be in one order on
+all of them; else ranks wait for each other forever, or add up gradients of different parameters if sizes agree. So
+attention has these in equal number, however many messages it sends:
+
+    turns      A half that yields once more or once less moves all its later gathers of weights over z (`Prefetcher`).
+    products   A product of dw that leaves the `WgradQueue` earlier or later comes before or behind the gradients of
+               norms in the reductions over z, and may launch a bucket over x or data.
 """
 
 from __future__ import annotations
@@ -392,8 +403,10 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         rings = _rings(ctx.context, ctx.label, q, k, v)
         parts = zip(rings, _by_heads(len(rings), dout, out, lse), strict=True)
-        gradients = zip(*(ring.unread(ctx.engine, *part) for ring, part in parts), strict=True)
-        return None, None, None, *(torch.cat(part, dim=1) for part in gradients)
+        dqs, returning = zip(*(ring.unread(*part) for ring, part in parts), strict=True)
+        ctx.engine.wgrad_queue.run_one()  # one product of dw behind the last hops, in however many directions
+        gradients = zip(dqs, *zip(*(hop.wait().chunk(2, dim=1) for hop in returning), strict=True), strict=True)
+        return None, None, None, *(torch.cat(part, dim=1) for part in zip(*gradients, strict=True))
 
 
 def _rings(context: ContextAttention, label: str, q: Tensor, k: Tensor, v: Tensor) -> list[_HeadRing]:
@@ -434,11 +447,8 @@ class _HeadRing:
                     self.hop = self._shift(kv)
         return reading.result()
 
-    def unread(self, engine: Engine, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv of these heads; dk and dv go around behind K and V, and then home.
-
-        A product of dw runs behind that last hop.
-        """
+    def unread(self, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Pending[Tensor]]:
+        """Return dq, and dk and dv side by side, which go around behind K and V and are on their last hop, home."""
         gradients, kv = Unreading(dout, self.q, out, lse), self.kv
         returning: Pending[Tensor] | None = None
         for hops in range(self.number):
@@ -453,6 +463,4 @@ class _HeadRing:
             returning = self._shift(dkv)
         if returning is None:
             raise RuntimeError("a ring has at least one member")
-        engine.wgrad_queue.run_one()
-        dk, dv = returning.wait().chunk(2, dim=1)
-        return gradients.dq, dk, dv
+        return gradients.dq, returning

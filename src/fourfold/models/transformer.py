@@ -237,6 +237,8 @@ class Transformer(Layer):
         self._compared = False
         self._usual = torch.Size((1, 1))
         """The shape of the last batch that could be read."""
+        self._had_documents = False
+        """Whether the last batch was told where its documents begin."""
         self.stages = _stages(config, grid, policy)
         own = self.stages.of_rank(grid.coords[PIPE])
         first, last = (any(map(has, own)) for has in (self.stages.has_embedding, self.stages.has_head))
@@ -338,7 +340,7 @@ class Transformer(Layer):
             positions = documents = None
         if documents is not None and positions is None:
             positions = to_device(document_positions(documents).view(tokens.shape), tokens.device)
-        self._usual = tokens.shape
+        self._usual, self._had_documents = tokens.shape, positions is not None
         targets = None if targets is None else targets.long()  # torch gathers by int64 only
         halves = self._cut(tokens, targets, positions, documents, most, ignore_index)
         shape = tokens.shape if self.grid.shape.context == 1 else (1, sum(half.tokens.numel() for half in halves))
@@ -392,6 +394,11 @@ class Transformer(Layer):
         rows, seq = shape
         if self.grid.shape.context == 1:
             return logits
+        if self._had_documents and positions is None and documents is None and self.policy.assignment != "rows":
+            raise ValueError(
+                "the last batch was cut over its context group by its documents, but whole_rows was given none; "
+                "give whole_rows the same positions or documents as the model"
+            )
         left, wholes = logits.detach().flatten(0, 1), []
         done = 0
         for part, lengths in self.cut_rows(rows, seq, documents):

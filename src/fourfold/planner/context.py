@@ -125,13 +125,18 @@ class ContextProgram:
     def _travel(self, *, unread: bool) -> None:
         both = 4 * self.half.own_nbytes  # what is read and what arrives, in both directions
         self.host.allocate(both)
+        returning = []
         for moving in [self._shift() for _ in range(self.form.pieces)]:
             self.host.need(self.half.own_nbytes if unread else 0)  # gradients that arrive while others are made
-            self._around(moving, unread)
+            returning.append(self._around(moving, unread))
+        if unread:
+            self.host.engine.wgrad_queue.run_one()
+        for last in returning:
+            last.wait()
         self.host.free(both)
 
-    def _around(self, moving: PlannedWait, unread: bool) -> None:
-        """Read what one direction brings. In backward gradients go around behind it, and then home."""
+    def _around(self, moving: PlannedWait, unread: bool) -> PlannedWait:
+        """Read what one direction brings. In backward gradients go around behind it; return their last hop, home."""
         returning, hops = NOTHING_SENT, self.form.hops
         for hop in range(hops + 1):
             self._unread() if unread else self._read()
@@ -140,9 +145,7 @@ class ContextProgram:
                 moving.wait()
                 moving = self._shift() if hop < hops - 1 else NOTHING_SENT
             returning = self._shift() if unread else NOTHING_SENT
-        if unread:
-            self.host.engine.wgrad_queue.run_one()
-        returning.wait()
+        return returning
 
     def _shift(self) -> PlannedWait:
         own = self.half.own_nbytes
