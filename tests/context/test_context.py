@@ -19,6 +19,7 @@ from fourfold.context.traffic import moved_by
 from fourfold.grid import Grid, Shape
 from fourfold.models.generate import generate
 from fourfold.nn.layer import specs_of
+from fourfold.nn.lora import LoraConfig
 from fourfold.params import local_of
 from fourfold.policy import Policy
 from harness import grid_of, join_shards
@@ -218,6 +219,52 @@ def test_what_travels_is_e16(ranks, way: str, documents: str) -> None:
 
 def test_documents_inside_a_place_send_nothing(ranks) -> None:
     assert set(ranks(4).run(sent_of, Shape(z=4, context=4), "one token", "exchange")) == {(0, 0, 0)}
+
+
+# --- several steps
+
+
+EXTREME = {"long": (90, *[1] * 6), "one token": (1,) * 96}
+"""Documents of four rows: one that is 90 times as long as the others, and none that anybody else reads."""
+
+
+def trained(shape: Shape, policy: Policy, lora: LoraConfig | None = None, dropout: float = 0.0) -> list[float]:
+    """Losses of training with clipped gradients and of evaluation, in turn."""
+    grid = grid_of(shape) if shape.world > 1 else Grid.alone("cpu")
+    config = replace(CONFIGS["llama"], dropout=dropout, attention_dropout=0.0)
+    model = ff.models.build(config, grid, policy=policy, seed=SEED, dtype=torch.float64, lora=lora)
+    optimizer, found = ff.optim.AdamW(model, lr=1e-2), []
+    tokens, targets, _ = batch("")
+    for documents in EXTREME.values():
+        loss = model.train()(tokens, targets, documents=documents)
+        loss.backward()
+        optimizer.clip_and_step(0.1)
+        model.zero_grad()
+        with torch.no_grad():
+            found += [loss.item(), model.eval()(tokens, targets, documents=documents).item()]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("policy", "lora"),
+    [(Policy(shard_optimizer=True), None), (Policy(context_way="ring"), LoraConfig(4))],
+    ids=["sharded optimizer", "LoRA"],
+)
+def test_steps_are_those_of_one_process(ranks, policy: Policy, lora: LoraConfig | None) -> None:
+    expected = trained(Shape(), replace(policy, shard_optimizer=False), lora)
+    for found in ranks(2).run(trained, Shape(data=2, context=2), policy, lora):
+        assert found == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+KINDS: tuple[Any, ...] = ("none", "block")
+
+
+def test_dropout_is_drawn_again_as_it_was(ranks) -> None:
+    """What runs again in backward drops the same units, and members of a group agree on every loss."""
+    none, block = (ranks(2).run(trained, Shape(z=2, context=2), Policy(recompute=kind), None, 0.2) for kind in KINDS)
+    assert none[0] == none[1]
+    assert none == block
+    assert none[0] != trained(Shape(), Policy())
 
 
 # --- the rest of a model
