@@ -117,8 +117,10 @@ def norm_sums(
     dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return, with g = dout w, the sums over local features of g x^ (and g), then dw and db, sums over tokens."""
-    unit, wide = _unit(a, mean, rstd), widen(dout)
-    return _over_features(wide * weight, unit, mean), *_over_tokens(wide, unit)
+    unit, g = _unit(a, mean, rstd), widen(dout)
+    of_weight, of_bias = _over_tokens(g, unit)
+    g = g * weight
+    return _over_features(g, unit, mean), of_weight, of_bias
 
 
 def norm_da(dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, means: Tensor) -> Tensor:
@@ -130,13 +132,15 @@ def norm_backward(
     dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dtotal: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return da, dw and db of a norm whose features are all local; `dtotal` is the gradient that bypasses the norm."""
-    unit, wide = _unit(a, mean, rstd), widen(dout)
-    g = wide * weight
+    # No more than three tensors of the wider dtype exist at a time, as in the two functions above.
+    unit, g = _unit(a, mean, rstd), widen(dout)
+    sums = _over_tokens(g, unit)
+    g = g * weight
     means = [(g * unit).mean(-1, keepdim=True)]
     if mean is not None:
         means.append(g.mean(-1, keepdim=True))
     da = _da(g, unit, rstd, means).to(a.dtype)
-    return da if dtotal is None else da + dtotal, *_over_tokens(wide, unit)
+    return da if dtotal is None else da + dtotal, *sums
 
 
 def _over_features(g: Tensor, unit: Tensor, mean: Tensor | None) -> Tensor:
@@ -152,10 +156,11 @@ def _over_tokens(wide: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _da(g: Tensor, unit: Tensor, rstd: Tensor, means: Tensor | Sequence[Tensor]) -> Tensor:
-    rest = g - unit * means[0]
+    """Return (g - x^ mean(g x^) - mean(g)) rstd in the memory of g, which nobody else reads."""
+    g.addcmul_(unit, means[0], value=-1)
     for mean_of_g in means[1:]:
-        rest = rest - mean_of_g
-    return rest * rstd
+        g -= mean_of_g
+    return g.mul_(rstd)
 
 
 def _unit(a: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ class NormSpec:
         if not self._fused(a):
             return self.run(kernels.norm_backward, dout, a, mean, rstd, weight, dtotal)
         wide = a.dtype.itemsize >= 4  # in half precision the kernel would round the sums over tokens
+        # before there is a da, because these need several times its memory
+        sums = None if wide else kernels.norm_weight_sums(dout, a, mean, rstd)
         if mean is None:
             backward = torch.ops.aten._fused_rms_norm_backward
             da, dw = backward(dout, a, [a.shape[-1]], rstd, weight, [True, wide])
@@ -93,9 +95,7 @@ class NormSpec:
         else:
             backward = torch.ops.aten.native_layer_norm_backward
             da, dw, db = backward(dout, a, [a.shape[-1]], mean, rstd, weight, weight, [True, wide, wide])
-        if not wide:
-            dw, db = kernels.norm_weight_sums(dout, a, mean, rstd)
-        return da if dtotal is None else da.add_(dtotal), dw, db
+        return da if dtotal is None else da.add_(dtotal), *(sums or (dw, db))
 
     def _fused(self, a: Tensor) -> bool:
         """Return whether torch's kernel is used: not for half precision on the CPU, where it rounds the statistics."""

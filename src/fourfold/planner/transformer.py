@@ -517,8 +517,8 @@ class TransformerProgram:
         host.allocate(kept, "activations")
 
         def freed() -> None:
-            if self.structure.over_y:  # several kernels, because statistics are summed over y between them
-                host.need(4 * self.structure.wide * half.rest_nbytes)
+            if not self.policy.compile or self.structure.over_y:  # several kernels, and sums in a wider dtype
+                host.need(3 * self.structure.wide * half.rest_nbytes)
             host.need(half.rest_nbytes)
             host.free(kept, "activations")
             host.free(0 if last else half.rest_nbytes)
