@@ -18,6 +18,11 @@ group consists of ranks along z and data, so that nothing that is stored depends
 MESSAGE_AXES = (*AXES, CONTEXT)
 """What messages go along: every axis, and context groups."""
 
+OFFLOAD = "offload"
+"""The name of copies between a device and its host, which a step may wait for as for messages along an axis."""
+WAITED_FOR = (*MESSAGE_AXES, OFFLOAD)
+"""What computation may wait for: messages along an axis, and copies."""
+
 AXIS_MEANINGS = {
     "x": "tensor parallelism: the number of ranks that share the width inside sublayers, such as heads",
     "y": "tensor parallelism, second dim: the number of ranks that share the width of the residual stream",

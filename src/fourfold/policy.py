@@ -106,6 +106,9 @@ def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
 
 LEFT_OPEN: dict[str, tuple[Any, ...]] = {"recompute": ("none", "block")}
 """Fields of `Policy` that a run may leave to the planner, and the values to choose from, the fastest first."""
+SAVES_MEMORY: dict[str, Any] = {"mlp_chunk": 2048, "offload": True}
+"""Fields of `Policy` that save memory and little else, and the values that the planner tries where nothing fits without
+them: products of 2,048 tokens are as fast as larger ones on a GPU."""
 CHOICES: dict[str, Any] = {
     "activations": Activations,
     "recompute": Recompute,

@@ -15,6 +15,7 @@ from fourfold.ledger import Collective
 from fourfold.planner.machine import (
     ASSUMED,
     CARD,
+    OF_THE_HOST,
     HostSpeed,
     LinkSpeed,
     Machine,
@@ -140,7 +141,7 @@ def refusal(text: str) -> str:
 def test_every_constant_is_needed_possible_and_has_a_source() -> None:
     text = to_toml(load_machine("perlmutter"))
     found = list(constants(text))
-    assert len(found) == 12 + 2 * 2 + 3 + 2 * 3
+    assert len(found) == 15 + 2 * 2 + 3 + 2 * 3
     for index, path in found:
         key = re.split(r"\.", path)[-1]
         for value in ("-1", "nan", "inf", '"many"', "true"):
@@ -154,8 +155,10 @@ def test_every_constant_is_needed_possible_and_has_a_source() -> None:
         assert f"unknown key {path}.sauce (did you mean 'source'?)" in extra
         if key in ASSUMED:
             without = parse_machine(changed(text, index, ""), "some.toml")
-            assert getattr(without, key) == 0.0
+            assert getattr(without, key) == ASSUMED[key][0]
             assert key in without.uncertain
+        elif key in OF_THE_HOST:
+            assert getattr(parse_machine(changed(text, index, ""), "some.toml"), key) is None
         elif path == "between.ring_bandwidth":
             between = parse_machine(changed(text, index, ""), "some.toml").between
             assert between is not None and between.per_ring(1) == between.bandwidth
@@ -168,7 +171,7 @@ def section_of(path: str) -> str:
     return path.split(".")[0] if "." in path else ""
 
 
-ZERO = ("reserve", "gemm_half", "overhead", "launch", "turn", "latency", *ASSUMED)
+ZERO = ("reserve", "gemm_half", "overhead", "launch", "turn", "latency", "sharing", "congestion")
 
 
 def test_zero_is_refused_where_it_is_impossible() -> None:

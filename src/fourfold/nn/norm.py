@@ -95,7 +95,9 @@ class NormSpec:
         else:
             backward = torch.ops.aten.native_layer_norm_backward
             da, dw, db = backward(dout, a, [a.shape[-1]], mean, rstd, weight, weight, [True, wide, wide])
-        return da if dtotal is None else da.add_(dtotal), *(sums or (dw, db))
+        if sums is not None:
+            dw, db = sums
+        return da if dtotal is None else da.add_(dtotal), dw, db
 
     def _fused(self, a: Tensor) -> bool:
         """Return whether torch's kernel is used: not for half precision on the CPU, where it rounds the statistics."""

@@ -6,7 +6,8 @@ agreed on; otherwise ranks would launch different collectives and wait for each 
 
 The fit is pure arithmetic:
 
-    collectives   seconds = launch + hops * latency + wire bytes / bandwidth, launch the same for all groups
+    collectives   seconds = launch + hops * latency + wire bytes / bandwidth, launch the same for all groups; one hop
+                  and `all_to_all` times the bandwidth for an all-to-all
     products      seconds = FLOPs / gemm * (1 + gemm_half / smallest dim)
     elementwise   seconds = traffic * bytes of fused kernels / memory bandwidth; traffic so that a block, whose other
                   work is known, takes the measured seconds
@@ -53,6 +54,7 @@ from fourfold.planner.machine import (
     HOST_MODES,
     KERNEL_MODES,
     LINK,
+    OF_THE_HOST,
     PEAK_FLOPS,
     HostMode,
     HostSpeed,
@@ -84,6 +86,8 @@ PART = 0.7
 """The products fill this share of a message's time, so that the message is in flight throughout."""
 ROUNDS = 5
 """Repetitions of such a message; their average counts."""
+COPIED_NBYTES = 256 << 20
+"""Bytes of the copies between a GPU and its host: about those of a block's input."""
 HIDDEN_STEPS = 3
 """Timed steps of the model `HIDDEN`, after two untimed ones: the first records the order of the prefetch."""
 LINKS_SHARE = 0.6
@@ -201,6 +205,12 @@ class Measured:
     """Seconds of products during messages divided by their seconds alone; 1 if there is one rank."""
     sharing: float
     """How much longer a message takes while another communicator's is in flight; 0 if there is one rank."""
+    all_to_all: Message | None = None
+    """An all-to-all inside a node; None if there is one rank."""
+    host_bandwidth: float | None = None
+    """Bytes per second between a GPU and its host, the slower direction; None on the CPU."""
+    host_memory: int | None = None
+    """Bytes of the host's memory for each GPU; None on the CPU."""
     hidden: float | None = None
     """Seconds of a forward and backward pass of the model `HIDDEN` on z = all ranks, if CPU cores move the bytes."""
     ranks: int = 1
@@ -242,7 +252,7 @@ class Calibration:
         self.modes = [mode for mode in HOST_MODES if has[mode]]
         blocks = len({*self.modes} & {*KERNEL_MODES}) if self.on_gpu else 0
         small_steps = len(self.modes) * len(SMALL_LAYERS)
-        self.steps = len(self.groups) * len(COLLECTIVES) + len(self.shapes) + 5 + small_steps + self.hides + blocks
+        self.steps = len(self.groups) * len(COLLECTIVES) + len(self.shapes) + 6 + small_steps + self.hides + blocks
         self.done = 0
 
     @property
@@ -258,6 +268,7 @@ class Calibration:
     def measure(self, name: str) -> Machine:
         messages = [message for shape, axes in self._grids() for message in self._messages(shape, axes)]
         contention, sharing = self._contention(messages), self._sharing(messages)
+        all_to_all, host_bandwidth = self._all_to_all(messages), self._host_bandwidth()
         computation = self._computation()
         hidden = self._hidden() if self.hides else None
         device, memory = self._device()
@@ -272,6 +283,9 @@ class Calibration:
             computation=computation,
             contention=contention,
             sharing=sharing,
+            all_to_all=all_to_all,
+            host_bandwidth=host_bandwidth,
+            host_memory=host_nbytes() // self.devices if self.on_gpu else None,
             hidden=hidden,
             ranks=self.world,
         )
@@ -284,7 +298,7 @@ class Calibration:
         if self.on_gpu:
             properties = torch.cuda.get_device_properties(self.line.device)
             return properties.name, properties.total_memory
-        return "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.devices
+        return "cpu", host_nbytes() // self.devices
 
     # links
 
@@ -384,6 +398,35 @@ class Calibration:
             grid.close()
         self._advance()
         return found
+
+    def _all_to_all(self, messages: Sequence[Message]) -> Message | None:
+        """Time a message from every rank to every other of the largest group inside a node."""
+        found = None
+        inside = [message for message in messages if message.group[0] * message.group[1] <= self.devices]
+        if inside:
+            nbytes = max(message.record.nbytes for message in inside)
+            size = max(message.group[1] for message in inside)
+            grid = Grid(z=size, data=self.world // size, device=self.line.device)
+            record, launch = collective("all_to_all", "z", nbytes, grid, self.dtype)
+            launch().wait()
+            seconds = min(self._agreed_time(lambda: launch().wait(), ROUNDS) for _ in range(2))
+            found = Message((1, size), record, seconds)
+            grid.close()
+        self._advance()
+        return found
+
+    def _host_bandwidth(self) -> float | None:
+        """Return the bytes per second of copies between a GPU and pinned memory, while all ranks copy."""
+        if not self.on_gpu:
+            return None  # the device is the host
+        there = torch.zeros(COPIED_NBYTES, dtype=torch.uint8, device=self.line.device)
+        here = torch.zeros(COPIED_NBYTES, dtype=torch.uint8, pin_memory=True)
+        slowest = 0.0
+        for source, target in ((there, here), (here, there)):
+            target.copy_(source, non_blocking=True)
+            copy = partial(target.copy_, source, non_blocking=True)
+            slowest = max(slowest, self._agreed_time(copy, ROUNDS))
+        return COPIED_NBYTES / slowest
 
     def _agreed_beside(self, launch: LaunchCall, act: Callable[[], object], runs: int) -> float:
         """Return the seconds of `runs` acts during a collective, averaged over the rounds."""
@@ -535,11 +578,20 @@ def collective(op: Op, axis: str, nbytes: int, grid: Grid, dtype: torch.dtype) -
         return record, lambda: comm.all_gather(whole[: elements // ranks], grid, axis, label="calibrate")
     if op == "reduce_scatter":
         return record, lambda: comm.reduce_scatter(whole, grid, axis, label="calibrate")
+    if op == "all_to_all":
+        parts = [elements // ranks] * ranks
+        record = replace(record, sent=(elements - parts[0]) * dtype.itemsize)
+        return record, lambda: comm.all_to_all(whole, grid, axis, parts, parts, label="calibrate")
     return record, lambda: comm.all_reduce(whole, grid, axis, label="calibrate", owned=True)
 
 
 PRODUCTS = 3
 """How many products `products` runs."""
+
+
+def host_nbytes() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def products(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
@@ -664,10 +716,14 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
         turn=0.0,
         sharing=found.sharing,
         congestion=0.0,
+        host_bandwidth=found.host_bandwidth,
+        host_memory=found.host_memory,
         inside={group: link for group, link in links.items() if group not in across},
         between=between,
         measured=work.products,
     )
+    if found.all_to_all is not None:
+        machine = replace(machine, all_to_all=all_to_all_share(machine, found.all_to_all))
     machine = replace(machine, host=host_speeds(machine, main, work.steps))
     if not on_gpu:
         machine = replace(machine, overhead=max(work.kernel, machine.host["eager"].item))
@@ -675,6 +731,21 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
     if found.hidden is not None:
         machine = replace(machine, turn=turn_seconds(machine, main, found.ranks, found.hidden))
     return replace(machine, sources=_sources(machine, found, source))
+
+
+LEAST_ALL_TO_ALL = 0.05
+"""The smallest `all_to_all` that is written down; what is below is noise."""
+
+
+def all_to_all_share(machine: Machine, message: Message) -> float:
+    """Return the fraction of a link's bandwidth with which an all-to-all takes the measured seconds."""
+    cost = Seconds(replace(machine, all_to_all=1.0), Shape(z=message.record.ranks)).transfer(message.record)
+    moving = max(message.seconds - cost.fixed - cost.host, cost.moving / MOST_ALL_TO_ALL)
+    return max(LEAST_ALL_TO_ALL, cost.moving / moving)
+
+
+MOST_ALL_TO_ALL = 4.0
+"""The largest `all_to_all`, for the same reason."""
 
 
 def host_speeds(machine: Machine, dtype: str, steps: Sequence[TimedStep]) -> dict[HostMode, HostSpeed]:
@@ -752,7 +823,11 @@ def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
     sources |= dict.fromkeys(("launch", "contention", "sharing", "turn"), alone)
     if found.device != "cpu":
         sources["turn"] = CARDS
-    sources["congestion"] = ASSUMED["congestion"]  # it takes more nodes than a calibration has
+    _, sources["congestion"] = ASSUMED["congestion"]  # it takes more nodes than a calibration has
+    if not found.all_to_all:
+        _, sources["all_to_all"] = ASSUMED["all_to_all"]
+    if machine.host_bandwidth is not None:
+        sources |= dict.fromkeys(OF_THE_HOST, source)
     for dtype, rate in machine.peak.items():
         sources[f"gemm.{dtype}"] = source
         sheet = found.advertised.get(dtype) == rate

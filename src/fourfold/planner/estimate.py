@@ -169,7 +169,7 @@ class Cells:
         self.sizes = [candidate.sizes(task) for candidate in candidates] if sizes is None else sizes
         number, parts, axes = len(candidates), len(PARTS), len(SENT_ALONG)
         self.rings, self.sums, self.nbytes = torch.zeros(3, number, parts, axes, dtype=torch.float64)
-        """Messages of each cell by part and axis, and bytes that a rank sends: [cell, part, axis]."""
+        """Messages of each cell by part and axis, and bytes that a rank could send meanwhile: [cell, part, axis]."""
         self.compute = torch.zeros(number, parts, dtype=torch.float64)
         """Seconds of computation by part: [cell, part]."""
         self.chain = torch.zeros(number, parts, dtype=torch.float64)
@@ -200,7 +200,8 @@ class Cells:
                 self._add(self.rings, cells, places, times * (~twice)[:, None].double().expand(-1, len(cells)))
                 self._add(self.sums, cells, places, times * twice[:, None].double().expand(-1, len(cells)))
                 around = passes[:, None] * (ranks - 1)[axes] / ranks[axes]
-                sent = sizes[rows] * torch.where(passes[:, None] > 0, around, 1.0)
+                direct = 1 / self.task.machine.all_to_all
+                sent = sizes[rows] * torch.where(passes[:, None] > 0, around, direct)
                 self._add(self.nbytes, cells, places, times * sent)
             self._compute(work, times, sizes, cells)
             pieces = (*work.products, *work.attention, *work.kernels, *work.fused, *work.messages)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, inf
 from typing import Any
 
-from fourfold.axes import MESSAGE_AXES, PIPE
+from fourfold.axes import MESSAGE_AXES, OFFLOAD, PIPE
 from fourfold.models.config import ModelConfig
 from fourfold.planner.estimate import Lever
 from fourfold.planner.goodput import FailureRates
@@ -200,6 +200,7 @@ def entry(found: Price, best: Price, rank: int) -> dict[str, Any]:
     """Return the numbers of one grid with its best configuration."""
     candidate, totals, memory = found.candidate, found.totals, found.memory
     prices, cut = found.task.seconds_on(candidate), candidate.shape.message_axes
+    waits = [*cut, *([OFFLOAD] if candidate.policy.offload else [])]
     return {
         "rank": rank,
         "grid": candidate.shape.named,
@@ -212,12 +213,13 @@ def entry(found: Price, best: Price, rank: int) -> dict[str, Any]:
         "mfu": found.mfu,
         "hfu": found.hfu,
         "compute_seconds": totals.compute,
-        "link_seconds": {axis: totals.link.get(axis, 0.0) for axis in cut},
-        "exposed_seconds": {axis: totals.exposed.get(axis, 0.0) for axis in cut},
+        "link_seconds": {name: totals.link.get(name, 0.0) for name in waits},
+        "exposed_seconds": {name: totals.exposed.get(name, 0.0) for name in waits},
         "host_seconds": totals.host,
         "bandwidth": {axis: prices.link(axis).bandwidth for axis in cut},
         "memory_bytes": memory.kinds,
         "peak_bytes": memory.total,
+        "host_bytes": memory.host,
         "bound_by": found.bound_by,
         "reason": "" if found is best else reasons(found, best)[0],
         "pipeline": pipeline(found) if isinstance(found, PipePrice) else None,
@@ -259,6 +261,8 @@ def reasons(loser: Price, winner: Price) -> list[str]:
         more = loser.totals.exposed.get(axis, 0.0) - winner.totals.exposed.get(axis, 0.0)
         waits = "of waiting for other stages" if axis == PIPE else f"exposed over {axis}"
         lost.append((more, f"{describe(more)} {waits}: {_link_reason(loser, winner, axis)}"))
+    more = loser.totals.exposed.get(OFFLOAD, 0.0) - winner.totals.exposed.get(OFFLOAD, 0.0)
+    lost.append((more, f"{describe(more)} of waiting for block inputs that are copied to the host and back"))
     more = loser.totals.host - winner.totals.host
     lost.append((more, f"{describe(more)} of waiting for the host, which issues the work"))
     lost.sort(key=lambda each: -each[0])
@@ -340,6 +344,8 @@ def assumptions(plan: GridPlan) -> list[str]:
             "attention over parts of sequences is priced as a fused kernel; on a GPU it runs with plain products yet, "
             "which are slower and need memory for their scores"
         )
+    if machine.host_bandwidth is None and any(found.candidate.policy.offload for found in plan.ranked):
+        lines.append(f"{machine.name} has no host_bandwidth, so copies of offload take no time here")
     if task.documents is not None:
         lines.append(
             f"rows have packed documents, {task.documents.mean:,.0f} tokens long on average in a sample of "

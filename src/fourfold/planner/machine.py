@@ -159,6 +159,14 @@ class Machine:
     congestion: float = 0.0
     """How much longer a transfer between nodes takes for each doubling of the nodes of a job: 0 if the network keeps
     its bandwidth, however many nodes send at once."""
+    all_to_all: float = 1.0
+    """The fraction of a link's bandwidth that an all-to-all reaches, in which every rank sends to every other; it may
+    be above 1 where several paths are faster than a ring."""
+    host_bandwidth: float | None = None
+    """Bytes per second that a device copies to the memory of its host, or back, while all devices of the node do; None
+    if it is not known, or if the device is the host itself."""
+    host_memory: int | None = None
+    """Bytes of the host's memory for each device of a node; None if it is not known."""
     measured: tuple[Timed, ...] = ()
     """Measured products; shapes near them follow these times rather than `gemm` and `gemm_half`."""
     traffic: Mapping[KernelMode, float] = field(default_factory=dict)
@@ -276,8 +284,14 @@ CONSTANTS = {
     "turn": _Bounds("seconds that a collective waits while the device computes", 0, True),
     "sharing": _Bounds("how much longer a collective takes for each other communicator in flight", 0, True, high=2),
     "congestion": _Bounds("how much longer a transfer between nodes takes for each doubling of nodes", 0, True, high=1),
+    "all_to_all": _Bounds("the fraction of a link's bandwidth that an all-to-all reaches"),
 }
 """The constants of a machine file that are single numbers."""
+OF_THE_HOST = {
+    "host_bandwidth": _Bounds("bytes per second between a device and the memory of its host"),
+    "host_memory": _Bounds("bytes of the host's memory for each device", whole=True),
+}
+"""Further single numbers, which are not known where a file leaves them out: nothing is assumed in their place."""
 FLOPS = _Bounds("FLOP/s")
 LINK = {"bandwidth": _Bounds("bytes per second of a ring"), "latency": _Bounds("seconds per hop", 0, True)}
 """The constants of a link."""
@@ -292,12 +306,13 @@ TRAFFIC = _Bounds("how many times the bytes of fused kernels move", 1, True)
 TEXTS = ("name", "about", "device")
 """The keys without a source."""
 ASSUMED = {
-    "sharing": "estimate: not measured; every communicator is taken to have links of its own",
-    "congestion": "estimate: not measured; the network is taken to keep its bandwidth with any number of nodes",
+    "sharing": (0, "estimate: not measured; every communicator is taken to have links of its own"),
+    "congestion": (0, "estimate: not measured; the network is taken to keep its bandwidth with any number of nodes"),
+    "all_to_all": (1, "estimate: not measured; an all-to-all is taken to reach the bandwidth of a ring"),
 }
-"""The constants that a file may leave out, which are 0 then, with the source that says so."""
+"""The constants that a file may leave out: the value that is assumed then, and the source that says so."""
 REQUIRED = [*TEXTS, *(key for key in CONSTANTS if key not in ASSUMED), "peak", "gemm"]
-KEYS = [*REQUIRED, *ASSUMED, "between", "inside", "measured", "host", "traffic"]
+KEYS = [*REQUIRED, *ASSUMED, *OF_THE_HOST, "between", "inside", "measured", "host", "traffic"]
 
 
 class _Reader:
@@ -313,8 +328,10 @@ class _Reader:
     def machine(self, table: Mapping[str, Any]) -> Machine:
         self.check_keys("", table, KEYS, REQUIRED)
         values: dict[str, Any] = {key: self.text(key, table[key]) for key in TEXTS}
-        given = {key: {"value": 0, "source": source} for key, source in ASSUMED.items()} | dict(table)
-        values |= {key: self.constant(key, given[key], rule) for key, rule in CONSTANTS.items()}
+        assumed = {key: {"value": value, "source": source} for key, (value, source) in ASSUMED.items()}
+        given = assumed | dict(table)
+        rules = CONSTANTS | {key: rule for key, rule in OF_THE_HOST.items() if key in table}
+        values |= {key: self.constant(key, given[key], rule) for key, rule in rules.items()}
         values |= {key: self.flops(key, table[key]) for key in ("peak", "gemm")}
         values["between"] = self.link("between", table["between"], RING) if "between" in table else None
         values["inside"] = self.inside(table.get("inside", []), values["devices_per_node"])
@@ -441,7 +458,8 @@ class _Reader:
 def to_toml(machine: Machine) -> str:
     """Return the text of the machine's file."""
     lines = [f"{key} = {_text(getattr(machine, key))}" for key in TEXTS]
-    lines += [_constant(machine, key, getattr(machine, key)) for key in CONSTANTS]
+    numbers = {key: getattr(machine, key) for key in (*CONSTANTS, *OF_THE_HOST)}
+    lines += [_constant(machine, key, value) for key, value in numbers.items() if value is not None]
     for key in ("peak", "gemm"):
         lines.append(f"\n[{key}]")
         lines += [_constant(machine, f"{key}.{dtype}", value) for dtype, value in getattr(machine, key).items()]
@@ -642,7 +660,7 @@ class Seconds:
         machine, between = self.machine, self.machine.between
         fixed = machine.launch - host + self._hop_latency(record.axis)
         if not route.crosses or between is None:
-            moving = record.wire_bytes / route.bandwidth
+            moving = record.wire_bytes / route.bandwidth / machine.all_to_all
             return TransferCost(host, fixed, moving, record.axis, self._beside(fixed + moving), route.load)
         per_node = machine.devices_per_node
         spreads = [spread_of(*part, self.shape.world, per_node) for part in self.shape.strides(record.axis)]
@@ -651,6 +669,7 @@ class Seconds:
         moving = far * record.wire_bytes * per_node / between.bandwidth
         if not far:  # the shape is a part of the grid whose route this is
             moving = record.wire_bytes / route.bandwidth
+        moving /= machine.all_to_all
         return TransferCost(host, fixed, moving, CARD, self._beside(fixed + moving))
 
     def _hop_latency(self, axis: str) -> float:
@@ -671,6 +690,11 @@ class Seconds:
     def kernel(self, nbytes: Any) -> Any:
         """Return the seconds of a memory-bound kernel that reads and writes these bytes, or of many."""
         return with_host(self.machine, nbytes / self.machine.memory_bandwidth)
+
+    def copy(self, nbytes: int) -> float:
+        """Return the seconds of a copy to the memory of the host or back; 0 if the speed of that link is not known."""
+        bandwidth = self.machine.host_bandwidth
+        return 0.0 if bandwidth is None else nbytes / bandwidth
 
     def fused(self, nbytes: Any) -> Any:
         """Return the seconds of kernels that read and write these bytes if they are fused into one, or of many."""

@@ -67,7 +67,7 @@ class Memory:
     """Short-lived tensors: gradients of activations, gathered inputs, copies in a wider dtype."""
     at: PeakMoment
     host: int = 0
-    """The most bytes of activations that wait on the host; they are not in the total."""
+    """The most bytes of pinned host memory, in which activations wait; they are not in the total."""
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -85,6 +85,11 @@ def peak_memory(
 ) -> Memory:
     """Return one rank's peak in a step after the first, so that the optimizer's state exists."""
     return MemoryReading(sizes, micro_steps, optimizer_bytes_per_parameter).memory()
+
+
+def pinned_nbytes(nbytes: int) -> int:
+    """Return the bytes that torch's allocator of pinned memory takes for a tensor: the next power of two."""
+    return 1 << (nbytes - 1).bit_length()
 
 
 def kept_for_backward(sizes: LocalSizes) -> int:
@@ -345,8 +350,9 @@ def least_nbytes(
         structure = structure_of_layers(one.structure, recompute)
         by_structure.setdefault(structure, []).append(index)
     for structure, indices in by_structure.items():
-        values = live_layers(structure).all_kept.values_of_many([sizes[index] for index in indices])
-        kept[indices] = values[0] // REHEARSED_LAYERS
+        all_kept = live_layers(structure).all_kept
+        if all_kept.columns:  # blocks whose inputs wait on the host keep nothing
+            kept[indices] = all_kept.values_of_many([sizes[index] for index in indices])[0] // REHEARSED_LAYERS
     shards = torch.tensor([one.layer_shard * one.dtype.itemsize for one in sizes], dtype=torch.float64)
     replicas = [one.shape.sizes[REPLICA] if one.policy.shard_optimizer else 1 for one in sizes]
     tensors = 1 + (micro_steps > 1).double() + MOMENTS / torch.tensor(replicas, dtype=torch.float64)
@@ -467,7 +473,8 @@ class MemoryReading:
         self.input_here = sum(half.rest_nbytes for half in sizes.halves) if offloads else 0
         """Bytes of the one block input that stays on the device where others wait on the host: the one that was sent
         last, or in a later stage the first one, which has arrived there."""
-        self.host = self.input_here * (self.layers if self.part.embedding else self.layers - 1)
+        pinned = sum(pinned_nbytes(half.rest_nbytes) for half in sizes.halves) if offloads else 0
+        self.host = pinned * (self.layers if self.part.embedding else self.layers - 1)
 
     @property
     def least(self) -> int:

@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 
 from fourfold.models.config import ModelConfig
 from fourfold.planner.memory import MemoryReading, peak_memory_of_pipe
-from fourfold.planner.price import Candidate, PipePrice, StageCosts, Task, memory_by_pipe_rank, price_pipe, unit_totals
+from fourfold.planner.price import Candidate, PipePrice, StageCosts, Task, memory_of, price_pipe, unit_totals
 from fourfold.planner.transformer import ModelPart, part_of, recompute_of
 from fourfold.policy import Recompute
 from fourfold.schedule.find import find, least_seconds
@@ -188,7 +188,7 @@ def _recut(task: Task, candidate: Candidate, limit: int) -> Iterator[PipePrice]:
     moved = balanced_stages(task, candidate, stages.chunks, placement, stages.recompute)
     if moved is not None and moved != stages:
         other = replace(candidate, policy=replace(candidate.policy, stages=moved))
-        if all(_rank_bytes(task, other, rank) <= limit for rank in range(stages.pipe)):
+        if all(_fits(task, other, rank, limit) for rank in range(stages.pipe)):
             yield price_pipe(task, other)
 
 
@@ -196,16 +196,17 @@ def least_recompute(task: Task, candidate: Candidate, limit: int, most: Recomput
     """Return the candidate with as little recompute on every rank as its memory allows; None if one does not fit.
 
     A rank recomputes at most as much as `most` says. Ranks late in the pipe have fewer micro-batches under way, so they
-    often keep what the first ones cannot.
+    often keep what the first ones cannot. With offload every rank recomputes `most`, since its blocks
+    keep their inputs alone.
     """
     stages = cast("Stages", candidate.policy.stages)
     chosen = [most] * len(stages.placement)
     for rank in range(stages.pipe):
         own = stages.of_rank(rank)
-        for kind in KINDS[: KINDS.index(most) + 1]:
+        for kind in (most,) if candidate.policy.offload else KINDS[: KINDS.index(most) + 1]:
             for stage in own:
                 chosen[stage] = kind
-            if _rank_bytes(task, with_recompute(candidate, chosen), rank) <= limit:
+            if _fits(task, with_recompute(candidate, chosen), rank, limit):
                 break
         else:
             return None
@@ -218,13 +219,14 @@ def with_recompute(candidate: Candidate, chosen: Sequence[str]) -> Candidate:
     return replace(candidate, policy=replace(candidate.policy, stages=replace(stages, recompute=tuple(chosen))))
 
 
-def _rank_bytes(task: Task, candidate: Candidate, rank: int) -> int:
+def _fits(task: Task, candidate: Candidate, rank: int, limit: int) -> bool:
     sizes = candidate.sizes(task, pipe_rank=rank)
-    return peak_memory_of_pipe(sizes, sizes.schedule(candidate.played_micro_steps)).total
+    memory = peak_memory_of_pipe(sizes, sizes.schedule(candidate.played_micro_steps))
+    return memory.total <= limit and task.has_host_memory(memory)
 
 
 def too_large(task: Task, candidate: Candidate, limit: int) -> int | None:
-    """Return the first pipe rank that needs more than `limit` bytes; None if a first look finds none.
+    """Return the first pipe rank that needs more than there is; None if a first look finds none.
 
     The first rank has the most micro-batches under way, the last one the logits, and of ranks with equally many layers
     the first needs most.
@@ -236,7 +238,7 @@ def too_large(task: Task, candidate: Candidate, limit: int) -> int | None:
         return 0  # this is quick, and it is the answer for most candidates that do not fit
     counts = [sum(len(stages.layers_of(stage)) for stage in stages.of_rank(rank)) for rank in range(last + 1)]
     ranks = {0, last, *(counts.index(many, 1) for many in set(counts[1:]))}
-    return next((rank for rank in sorted(ranks) if _rank_bytes(task, candidate, rank) > limit), None)
+    return next((rank for rank in sorted(ranks) if not _fits(task, candidate, rank, limit)), None)
 
 
 def _searched(task: Task, best: PipePrice, candidate: Candidate, limit: int, fastest: float) -> Iterator[PipePrice]:
@@ -277,4 +279,5 @@ def _find(task: Task, candidate: Candidate, costs: StageCosts, limit: int) -> Ca
     except ValueError:  # not even one micro-batch fits
         return None
     made = replace(candidate, policy=replace(candidate.policy, schedule=found.schedule))
-    return made if max(memory.total for memory in memory_by_pipe_rank(task, made)) <= limit else None
+    memory = memory_of(task, made)
+    return made if memory.total <= limit and task.has_host_memory(memory) else None

@@ -5,7 +5,9 @@ its reductions separately). A collective begins when the computation launched be
 first takes its latency, then the link, which transfers that cross nodes share, and those inside a node as far as the
 machine says. A wait stops the computation until the collective has landed: that is exposed time. On a GPU the host
 issues the work ahead of the device, one item after another; an item begins when it is issued and the device is free. On
-the CPU the host computes itself: its time per item, and launching a collective, count as computation. Computation is
+the CPU the host computes itself: its time per item, and launching a collective, count as computation. A copy to the
+host or back begins when the computation before it is done and the copies before it in its direction are; it shares no
+link with collectives. Computation is
 slower by the machine's `contention` while anything is in flight, and a collective is slower while the device computes
 if it has to wait for its `turn`. Playing the program in its own order is exact: whatever is on a link at some moment
 was launched before that moment.
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from fourfold.axes import AXES, MESSAGE_AXES, PIPE, REPLICA
+from fourfold.axes import AXES, OFFLOAD, PIPE, REPLICA, WAITED_FOR
 from fourfold.context.assign import plan_context
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
@@ -37,7 +39,18 @@ from fourfold.models.config import ModelConfig
 from fourfold.planner.lengths import LengthSample
 from fourfold.planner.machine import CARD, DTYPES, NO_MACHINE, HostMode, Machine, Route, Seconds
 from fourfold.planner.memory import Memory, peak_memory, peak_memory_of_pipe, without_stages
-from fourfold.planner.program import ADDED, AttentionOp, ComputeOp, LaunchOp, MatmulOp, MemoryOp, Program, WaitOp, Work
+from fourfold.planner.program import (
+    ADDED,
+    AttentionOp,
+    ComputeOp,
+    CopyOp,
+    LaunchOp,
+    MatmulOp,
+    MemoryOp,
+    Program,
+    WaitOp,
+    Work,
+)
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import (
     Flops,
@@ -91,9 +104,9 @@ class Totals:
     compute: float
     """Seconds of products and kernels, including the slowdown while collectives were in flight."""
     link: Mapping[str, float]
-    """Seconds that collectives of each axis were in transfer."""
+    """Seconds that collectives of each axis, and copies to the host and back, were in transfer."""
     exposed: Mapping[str, float]
-    """Seconds that computation waited for collectives of each axis."""
+    """Seconds that computation waited for each of these."""
     host: float = 0.0
     """Seconds that the device waited for the host, which was late with the next piece of work."""
 
@@ -249,7 +262,7 @@ class LinkQueues:
 
 
 class Simulation:
-    """The compute stream of a device, and its links."""
+    """The compute stream of a device, its links, and the two streams on which it copies to its host and back."""
 
     def __init__(self, seconds: Seconds, dtype: str, *, trace: bool) -> None:
         self.seconds, self.dtype, self.trace = seconds, dtype, trace
@@ -260,6 +273,8 @@ class Simulation:
         self._host_computes = seconds.machine.device == "cpu"
         self._per_item, self._contention = seconds.host.item, seconds.machine.contention
         self._axes: dict[int, str] = {}
+        self._copied: dict[int, float] = {}  # when each copy is done
+        self._copies_until = {False: 0.0, True: 0.0}  # when the stream of each direction is free
         self._exposed: defaultdict[str, float] = defaultdict(float)
 
     def play(self, item: Work, phase: str) -> None:
@@ -268,6 +283,8 @@ class Simulation:
         elif isinstance(item, LaunchOp):
             self._issue(self._per_item)
             self._launch(item)
+        elif isinstance(item, CopyOp):
+            self._copy(item, phase)
         elif not isinstance(item, MemoryOp):  # allocations take no time
             self._issue(self._per_item)
             begin = self.now
@@ -286,10 +303,27 @@ class Simulation:
         )
         self.links.launch(lane, transfer, self.now)
 
+    def _copy(self, item: CopyOp, phase: str) -> None:
+        """Begin a copy behind the copies before it. Copy engines move its bytes, so it slows nothing down."""
+        if self._host_computes:  # it copies from buffer to buffer
+            self._compute(self.seconds.kernel(2 * item.nbytes))
+            self._copied[item.flight] = self.now
+            return
+        self._issue(self._per_item)
+        start = max(self.now, self._copies_until[item.back])
+        end = start + self.seconds.copy(item.nbytes)
+        self._copied[item.flight] = self._copies_until[item.back] = end
+        self.links.busy[OFFLOAD] += end - start
+        if self.trace:
+            track = f"{OFFLOAD} {'back' if item.back else 'out'}"
+            self.spans.append(TimelineSpan(track, item.label, start, end, phase))
+
     def _wait(self, flight: int) -> None:
-        landed = self.links.land(flight)
+        copied = self._copied.get(flight) if self._copied else None
+        landed = self.links.land(flight) if copied is None else copied
         if landed > self.now:
-            self._exposed[self._axes[flight]] += landed - self.now
+            axis = self._axes[flight] if copied is None else OFFLOAD
+            self._exposed[axis] += landed - self.now
             self.now = landed
 
     def finish(self) -> None:
@@ -407,8 +441,11 @@ class Task:
     """The documents that are packed into rows; None if a row is one document."""
 
     def host_mode(self, policy: Policy, shape: Shape = Shape()) -> HostMode:
-        """Return how the host gives a step to the device under this policy: no step with a context is recorded."""
-        if self.captured and self.machine.device != "cpu" and shape.context == 1:
+        """Return how the host gives a step to the device under this policy.
+
+        No step with a context, or with activations on the host, is recorded.
+        """
+        if self.captured and self.machine.device != "cpu" and shape.context == 1 and not policy.offload:
             return "captured"
         return "compiled" if policy.compile else "eager"
 
@@ -430,6 +467,10 @@ class Task:
     @property
     def dtype(self) -> str:
         return DTYPES[self.compute]
+
+    def has_host_memory(self, memory: MemoryByKind) -> bool:
+        """Return whether the host of a device has the memory that activations need there, as far as that is known."""
+        return self.machine.host_memory is None or memory.host <= self.machine.host_memory
 
     @property
     def usable_bytes(self) -> int:
@@ -478,12 +519,14 @@ class Candidate:
 
 
 class MemoryByKind(Protocol):
-    """Bytes of a rank at its peak, by kind."""
+    """Bytes of a rank at its peak by kind, and those of its host's memory."""
 
     @property
     def kinds(self) -> dict[str, int]: ...
     @property
     def total(self) -> int: ...
+    @property
+    def host(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -541,16 +584,16 @@ class Price:
 
     @property
     def bound_by(self) -> str:
-        """The largest part of the step: `compute`, `host`, or the axis with the most exposed communication."""
+        """The largest part of the step: `compute`, `host`, the axis with the most exposed communication, `offload`."""
         parts = {"compute": self.totals.compute, "host": self.totals.host}
-        parts |= {axis: self.totals.exposed.get(axis, 0.0) for axis in MESSAGE_AXES}
+        parts |= {axis: self.totals.exposed.get(axis, 0.0) for axis in WAITED_FOR}
         return max(parts, key=lambda part: parts[part])
 
 
 def memory_of(task: Task, candidate: Candidate) -> Memory:
-    """Return the peak of the device that needs most."""
+    """Return the peak of the device that needs most, and the most that a device needs of its host's memory."""
     if candidate.shape.pipe > 1:
-        return max(memory_by_pipe_rank(task, candidate), key=lambda memory: memory.total)
+        return largest(memory_by_pipe_rank(task, candidate))
     return peak_memory(candidate.sizes(task), micro_steps=candidate.micro_steps)
 
 
@@ -750,7 +793,7 @@ class PipePrice(Price):
 
     @cached_property
     def memory(self) -> MemoryByKind:
-        return max(self.memories, key=lambda memory: memory.total)
+        return largest(self.memories)
 
     @property
     def stages(self) -> Stages:
@@ -769,6 +812,11 @@ class PipePrice(Price):
         program = stage_program(sizes, part, recompute, split=False, passes=1)
         seconds = self.task.seconds_on(self.candidate)
         return simulate(program.work, seconds, self.task.dtype, phases=program.phases, trace=True)
+
+
+def largest(memories: Sequence[Memory]) -> Memory:
+    """Return the largest peak of several ranks, with the most host memory of any of them."""
+    return replace(max(memories, key=lambda memory: memory.total), host=max(memory.host for memory in memories))
 
 
 def memory_by_pipe_rank(task: Task, candidate: Candidate) -> list[Memory]:
@@ -980,6 +1028,7 @@ class UndividedMemory:
     """Peak bytes of a dry run, which does not tell kinds apart."""
 
     total: int
+    host: int = 0
 
     @property
     def kinds(self) -> dict[str, int]:

@@ -89,8 +89,18 @@ class LaunchOp(NamedTuple):
     """The communicator; collectives of one lane run one after another."""
 
 
+class CopyOp(NamedTuple):
+    """A copy between the device and its host that starts once the device has done the work before it."""
+
+    flight: int
+    label: str
+    nbytes: int
+    back: bool
+    """Whether the copy is one to the device. Each direction has a stream of its own."""
+
+
 class WaitOp(NamedTuple):
-    """A wait of the device for the result of a collective that was launched before."""
+    """A wait of the device for the result of a collective or a copy that was launched before."""
 
     flight: int
 
@@ -143,7 +153,7 @@ class FreeOp(NamedTuple):
 
 ComputeOp = MatmulOp | AttentionOp | ElementwiseOp
 MemoryOp = AllocOp | FreeOp
-Work = LaunchOp | WaitOp | ComputeOp | MemoryOp
+Work = LaunchOp | CopyOp | WaitOp | ComputeOp | MemoryOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +203,7 @@ Records = Callable[[], Sequence[Collective]]
 
 
 class PlannedWait:
-    """Collectives that were launched together and are waited for together; none if nothing is sent."""
+    """Collectives or copies that were launched together and are waited for together; none if nothing is sent."""
 
     __slots__ = ("_flights", "_work")
 
@@ -319,6 +329,14 @@ class Rehearsal:
             flights.append(self._flights)
             self._flights += 1
         return PlannedWait(self.work, flights)
+
+    def copy(self, label: str, nbytes: int, *, back: bool) -> PlannedWait:
+        """Launch a copy to the host, or `back` from it; names stand for memory, which copies do not change."""
+        if self._names:
+            return NOTHING_SENT
+        self.work.append(CopyOp(self._flights, label, nbytes, back))
+        self._flights += 1
+        return PlannedWait(self.work, [self._flights - 1])
 
     def communicate(self, records: Records) -> None:
         """Launch the collectives one after another and wait for each at once."""

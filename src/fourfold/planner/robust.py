@@ -108,7 +108,10 @@ def _slower_host(machine: Machine) -> Machine:
         )
         for mode, speed in machine.host.items()
     }
-    return _named(machine, "slower host", host=host)
+    link = machine.host_bandwidth
+    if link is not None:
+        link /= off_by(machine.sources.get("host_bandwidth", ""), BANDWIDTH_OFF)
+    return _named(machine, "slower host", host=host, host_bandwidth=link)
 
 
 # --- the choice

@@ -6,6 +6,9 @@ grid that fit into memory are simulated (price.py), grid by grid in the order of
 candidates, those in other activation modes and rank orders are simulated too. A grid that was not simulated shows its
 estimate and says so.
 
+Where a candidate does not fit, it is tried with what saves memory and costs time (`policy.SAVES_MEMORY`): only for long
+sequences, or if nothing fits otherwise, so that other searches do not pay for it.
+
 Grids with a pipe axis are estimated with the busiest stage and the bubble of the best number of chunks. Those that are
 simulated get stages and a schedule (pipe.py); a schedule of its own is searched only for the best few.
 """
@@ -18,12 +21,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import permutations
 from math import ceil, inf
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 
@@ -35,6 +38,7 @@ from fourfold.planner.memory import Memory, MemoryReading, least_nbytes, without
 from fourfold.planner.pipe import MOST_PIPE, best_pipeline, rough_pipeline, rough_stages, too_large
 from fourfold.planner.price import (
     Candidate,
+    MemoryByKind,
     Price,
     Task,
     TracedPrice,
@@ -46,7 +50,7 @@ from fourfold.planner.price import (
 )
 from fourfold.planner.robust import LESS_MEMORY, Risk, RobustChoice, choose
 from fourfold.planner.sizes import LocalSizes
-from fourfold.policy import Activations, Policy
+from fourfold.policy import SAVES_MEMORY, Activations, Policy
 from fourfold.shape import Shape, shapes_of
 
 if TYPE_CHECKING:
@@ -86,7 +90,8 @@ NEAR = 0.02
 WORTH_TUNING = 0.005
 """The share of a step that a plan must gain to differ from what `fourfold train` does by itself."""
 LONG_SEQUENCE = 8192
-"""Sequences of at least so many tokens may be cut over places where one of them is too much for a device."""
+"""Sequences of at least so many tokens may be cut over places where one of them is too much for a device, and may have
+their MLPs in chunks and their block inputs on the host."""
 LEAST_TOKENS = 256
 """The fewest tokens of a sequence that a place of a context group has."""
 MOST_CONTEXTS = 3
@@ -98,7 +103,9 @@ MOST_TOKENS = 1 << 16
 """The most tokens of a place in one micro-step, unless it takes all of them: more gain little speed and need memory."""
 LONGEST = 60.0
 """Seconds after which `search_built` tries no further grid: a person waits for the answer."""
-CHOSEN_FIELDS = ("activations", *Lever._fields, "keep_casts", "loss_chunk", "shard_optimizer", "context_way")
+CHOSEN_FIELDS = (
+    "activations", *Lever._fields, "keep_casts", "loss_chunk", *SAVES_MEMORY, "shard_optimizer", "context_way"
+)  # fmt: skip
 """The fields of a policy that the search chooses."""
 
 
@@ -113,6 +120,8 @@ class Space:
     axes: tuple[str, ...] = CUTS
     """The axes of the grids that are considered, unless `shapes` names them; with AXES there are pipelines among
     them."""
+    saves_memory: bool = False
+    """Whether given `policies` may be changed by `SAVES_MEMORY` where they do not fit; without policies they may."""
 
 
 class Refused(NamedTuple):
@@ -297,6 +306,10 @@ class GridCandidates:
             self._left.pop()
 
 
+def _saving_nothing() -> dict[str, Any]:
+    return {one.name: one.default for one in fields(Policy) if one.name in SAVES_MEMORY}
+
+
 @lru_cache(maxsize=4)
 def _useful_levers(gathers: bool, enters: bool) -> tuple[bool, ...]:
     """Return for each lever whether it changes anything where weights are gathered, and inputs of products are.
@@ -354,15 +367,24 @@ class _Search:
         self.simulations = SIMULATIONS if simulations is None else simulations
         self.plan = GridPlan(task, devices)
         self.limit = task.usable_bytes
+        self.may_save = space.policies is None or space.saves_memory
+        self.saves = self.may_save and task.seq >= LONG_SEQUENCE
+        """Whether candidates that do not fit are tried with what saves memory."""
 
     def run(self) -> GridPlan:
+        self._run()
+        if not self.plan.ranked and self.may_save and not self.saves:
+            self.plan, self.saves = GridPlan(self.task, self.plan.devices), True
+            self._run()
+        return self.plan
+
+    def _run(self) -> None:
         candidates = list(self._candidates(self.space.shapes or self._shapes()))
         needy = [] if self.space.shapes else self._with_context(candidates)
         grids = self._grids(candidates)
         grids += self._grids(list(self._candidates(needy)))
         if grids:
             self._rank(self._simulate(grids))
-        return self.plan
 
     def _shapes(self) -> Iterator[Shape]:
         return shapes_of(self.plan.devices, axes=self.space.axes)
@@ -409,7 +431,7 @@ class _Search:
             return
         estimates = Estimates(self.task, Cells(self.task, candidates, sizes), orders)
         levers = torch.tensor([self._levers(one) for one in candidates])
-        levers &= self._least_nbytes(candidates, sizes, LEVERS) <= self.limit
+        levers &= self._least_nbytes(candidates, self._lean_sizes(candidates, sizes), LEVERS) <= self.limit
         seconds = estimates.seconds.masked_fill(~levers[:, :, None], torch.inf)
         by_grid: dict[tuple[int, ...], list[int]] = {}
         for index, candidate in enumerate(candidates):
@@ -474,7 +496,7 @@ class _Search:
         for candidate in grid.candidates:
             if candidate.rows == fewest:
                 frugal.append(self._least(candidate))
-                if frugal[-1].total <= self.limit:
+                if self._has_room(frugal[-1]):
                     return False
         self._refuse(grid, min(frugal, key=lambda memory: memory.total))
         return True
@@ -483,12 +505,17 @@ class _Search:
         where = ""
         if least is None:
             fewest = min(grid.candidates, key=lambda candidate: candidate.rows)
-            policy = fewest.policy if self.space.policies else FRUGAL.on(fewest.policy)
-            memories = memory_by_pipe_rank(self.task, rough_pipeline(self.task, replace(fewest, policy=policy)))
+            memories = memory_by_pipe_rank(self.task, rough_pipeline(self.task, self._most_frugal(fewest)))
             least = max(memories, key=lambda memory: memory.total)
             where = f" on pipe rank {memories.index(least)}"
+            least = replace(least, host=max(memory.host for memory in memories))
         reason = f"needs {describe_memory(least)} of {self.limit / GIB:.1f} GiB at the least{where}"
-        self.plan.refused.append(Refused(grid.shape, reason, max(0, least.total - self.limit)))
+        lacking = least.total - self.limit
+        if lacking <= 0 and self.task.machine.host_memory is not None:
+            host = self.task.machine.host_memory
+            reason = f"needs {least.host / GIB:.1f} GiB of {host / GIB:.1f} GiB of the host's memory for block inputs"
+            lacking = least.host - host
+        self.plan.refused.append(Refused(grid.shape, reason, max(0, lacking)))
 
     def _rank(self, found: Sequence[tuple[GridCandidates, list[Price]]]) -> None:
         """Simulate the best candidates in other rank orders too; then price the first grids more closely."""
@@ -538,13 +565,16 @@ class _Search:
         ways = [(task, replace(policy, shard_optimizer=False))] if shards else []
         if found.candidate.shape.context > 1 and policy.context_way == "auto":
             ways += [(task, replace(policy, context_way=way)) for way in ways_of(task, found.candidate)]
+        if self.saves and any(getattr(policy, name) for name in SAVES_MEMORY):  # other ones may cost less
+            plain = replace(found.candidate, policy=replace(policy, **_saving_nothing()))
+            ways += [(task, other.policy) for other in self._saving(plain) if other.policy != policy]
         if host and task.machine.device != "cpu":
             ways += [(task, replace(policy, compile=False)), (replace(task, captured=False), policy)]
         for way, other in ways:
             if way.machine.host and way.host_mode(other, found.candidate.shape) not in way.machine.host:
                 continue  # a host that was not measured counts as never late, which is no reason to take it
             tuned = price(way, replace(found.candidate, policy=other))
-            if tuned.seconds < (1 - WORTH_TUNING) * found.seconds and tuned.memory.total <= self.limit:
+            if tuned.seconds < (1 - WORTH_TUNING) * found.seconds and self._has_room(tuned.memory):
                 found = tuned
         return found
 
@@ -689,7 +719,7 @@ class _Search:
     def _rule_out_too_large(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[LocalSizes]]:
         """Return the candidates that a lower bound of their memory admits, with their sizes; refuse the other grids."""
         sizes = [candidate.sizes(self.task) for candidate in candidates]
-        least = self._least_nbytes(candidates, sizes, [FRUGAL])[:, 0].tolist()
+        least = self._least_nbytes(candidates, self._lean_sizes(candidates, sizes), [FRUGAL])[:, 0].tolist()
         fits = [place for place, nbytes in enumerate(least) if nbytes <= self.limit]
         possible = {candidates[place].shape for place in fits}
         refused: dict[Shape, float] = {}
@@ -722,15 +752,49 @@ class _Search:
         return torch.stack([by_kind[lever.recompute] for lever in levers], dim=1)
 
     def _fit(self, candidate: Candidate, lever: Lever) -> Candidate | None:
-        """Return the candidate with the lever if it fits, with logits in chunks if it fits only then."""
+        """Return the candidate with the lever if it fits, with logits in chunks or what else saves memory if it fits
+        only then."""
         wanted = replace(candidate, policy=lever.on(candidate.policy))
-        if wanted.shape.pipe > 1:
-            return self._fit_pipe(wanted)
+        fit = self._fit_pipe if wanted.shape.pipe > 1 else self._fit_plain
+        if (fitted := fit(wanted)) is not None or not self.saves:
+            return fitted
+        return next(filter(None, map(fit, self._saving(wanted))), None)
+
+    def _fit_plain(self, wanted: Candidate) -> Candidate | None:
+        """Return a candidate without a pipe axis if it fits, with logits in chunks if need be."""
         reading = MemoryReading(wanted.sizes(self.task), wanted.micro_steps)
         if reading.least > self.limit:
             return None  # this is quick, and it is the answer for most candidates that do not fit
         tried, memory = self._frugal(wanted, reading)
-        return tried if memory.total <= self.limit else None
+        return tried if self._has_room(memory) else None
+
+    def _saving(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield the candidate with each set of what saves memory, those that are likely to cost least first.
+
+        Inputs of blocks wait on the host only where that link is known, and where blocks run again.
+        """
+        machine, policy = self.task.machine, candidate.policy
+        chunks, offload = ({name: value} for name, value in SAVES_MEMORY.items())
+        sets = [chunks] if candidate.sizes(self.task).m > chunks["mlp_chunk"] else []
+        if policy.runs_blocks_again and machine.device != "cpu" and machine.host_bandwidth is not None:
+            sets += [offload, *({**each, **offload} for each in sets)]
+        for each in sets:
+            if (saving := replace(policy, **each)) != policy:
+                yield replace(candidate, policy=saving)
+
+    def _lean(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with all that saves memory; the candidate itself if that is not tried."""
+        return [candidate, *(self._saving(candidate) if self.saves else ())][-1]
+
+    def _lean_sizes(self, candidates: Sequence[Candidate], sizes: Sequence[LocalSizes]) -> Sequence[LocalSizes]:
+        """Return the sizes with which lower bounds of memory are found, where blocks run again or not."""
+        if not self.saves:
+            return sizes
+        again = (replace(one, policy=replace(one.policy, recompute=FRUGAL.recompute)) for one in candidates)
+        return [self._lean(one).sizes(self.task) for one in again]
+
+    def _has_room(self, memory: MemoryByKind) -> bool:
+        return memory.total <= self.limit and self.task.has_host_memory(memory)
 
     def _fit_pipe(self, wanted: Candidate) -> Candidate | None:
         """Return a candidate with a pipe axis if a first look says that it fits, with logits in chunks if need be."""
@@ -765,9 +829,20 @@ class _Search:
                 return chunked, less
         return candidate, memory
 
+    def _most_frugal(self, candidate: Candidate) -> Candidate:
+        """Return the candidate as it needs the least memory."""
+        if self.space.policies is None:
+            candidate = replace(candidate, policy=FRUGAL.on(candidate.policy))
+        return self._lean(candidate)
+
     def _least(self, candidate: Candidate) -> Memory:
-        frugal = replace(candidate, policy=FRUGAL.on(candidate.policy))
-        return self._frugal(candidate if self.space.policies else frugal)[1]
+        frugal = self._most_frugal(candidate)
+        least = self._frugal(frugal)[1]
+        if self.saves and not self._has_room(least):  # the host may have too little memory where the device has enough
+            chunks = next(self._saving(replace(frugal, policy=replace(frugal.policy, **_saving_nothing()))), frugal)
+            without = self._frugal(chunks)[1]
+            least = without if self._has_room(without) else least
+        return least
 
 
 # --- models that a function builds

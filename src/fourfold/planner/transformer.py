@@ -7,7 +7,7 @@ Memory-bound work is counted in the bytes that kernels read and write: passes ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -101,7 +101,12 @@ def stage_program(sizes: LocalSizes, part: ModelPart, recompute: Recompute, *, s
         host.enter_action(Action("F", 0, micro))
         host.begin_forward(TRAINING)
         model.forward(part, counted=True)
+        offloaded = model.offload.last
+        if offloaded is not None:
+            offloaded.here = False  # a forward pass of another micro-batch has sent inputs since
         host.enter_action(Action("B" if split else "BW", 0, micro))
+        if offloaded is not None:
+            offloaded.prefetch()
         host.run_backward(hold=micro if split else None)
         if split:
             host.enter_action(Action("W", 0, micro))
@@ -237,6 +242,64 @@ class PlannedStream:
             self.delta.land()
 
 
+class PlannedInputs:
+    """The inputs of a block, one for each half, that wait for backward on the host (`offload.OffloadedInputs`)."""
+
+    def __init__(self, host: Rehearsal, label: str, nbytes: Sequence[int]) -> None:
+        self._host, self._label, self._nbytes = host, label, nbytes
+        self._before: PlannedInputs | None = None
+        self.here = True
+        """Whether the inputs are on the device, or on their way to it."""
+        self._sent: list[PlannedWait] = []
+        self._arriving: list[PlannedWait] = []
+
+    def send(self, before: PlannedInputs | None) -> None:
+        """Begin to copy to the host; `before` are the inputs of the block before in the same pass."""
+        self._before = before
+        self._sent = [self._host.copy(self._label, nbytes, back=False) for nbytes in self._nbytes]
+
+    def leave(self) -> None:
+        """Free the device's memory, once the copies are done."""
+        for copying in self._sent:
+            copying.wait()
+        self.here = False
+
+    def prefetch(self) -> None:
+        """Begin to copy back to the device what is not there."""
+        if not self.here:
+            self._arriving = [self._host.copy(self._label, nbytes, back=True) for nbytes in self._nbytes]
+            self.here = True
+
+    def take(self) -> None:
+        """Have the inputs on the device, and begin to copy those of the block before."""
+        self.prefetch()
+        for copying in self._arriving:
+            copying.wait()
+        self._sent = []  # their memory is no longer held, so nobody waits for the copy any more
+        if self._before is not None:
+            self._before.prefetch()
+
+
+class OffloadProgram:
+    """The block inputs of a model that wait on the host (`offload.Offloader`)."""
+
+    def __init__(self) -> None:
+        self.last: PlannedInputs | None = None
+        """The inputs of the last block that the pass has run."""
+        self._newest: PlannedInputs | None = None  # on the device still, of any pass
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        self.last = None
+
+    def send(self, inputs: PlannedInputs) -> None:
+        """Copy the inputs of a block to the host; those that were sent before are freed on the device."""
+        if self._newest is not None:
+            self._newest.leave()
+        inputs.send(self.last)
+        self.last = self._newest = inputs
+
+
 class TransformerProgram:
     """The forward and backward of a transformer, run on a rehearsal."""
 
@@ -245,6 +308,7 @@ class TransformerProgram:
         self.engine, self.halves, self.structure = host.engine, sizes.halves, sizes.structure
         self.recompute: Recompute = self.policy.recompute
         """What backward computes again in the stage that runs."""
+        self.offload = OffloadProgram()
 
     def expect_weights(self, part: ModelPart) -> None:
         """Let the engine know the order in which a pass through these units uses weights, as after a first step."""
@@ -297,6 +361,7 @@ class TransformerProgram:
     def forward(self, part: ModelPart, *, counted: bool) -> None:
         """Run the units of a stage, or of the whole model, on tokens or on the stream of the stage before."""
         sizes, host, chunked = self.sizes, self.host, self.structure.chunked and part.head
+        self.offload.begin()
         read = (self.chunked_share if chunked else self.logits) if part.head else self.stop
         if chunked:  # chunks divide by the count of targets, so it comes first
             host.communicate(lambda: sum_over_batch(sizes, 1 if counted else 2, "loss"))
@@ -305,7 +370,7 @@ class TransformerProgram:
         begin = self.embed if part.embedding else self.arrive
         if self.recompute == "block":
             streams = self.engine.take_turns([begin(half) for half in self.halves])
-            streams = self.blocks_again(part.layers, streams)
+            streams = self.blocks_again(part.layers, streams, arrived=not part.embedding)
             self.engine.take_turns([read(*each) for each in zip(streams, self.halves, strict=True)])
         else:
             self.engine.take_turns([self.through(begin(half), half, part.layers, read) for half in self.halves])
@@ -339,22 +404,31 @@ class TransformerProgram:
         self.host.allocate(half.rest_nbytes, "activations")
         self.host.on_backward(lambda: self.host.free(half.rest_nbytes, "activations"), reads=False)
 
-    def blocks_again(self, layers: range, streams: list[PlannedStream]) -> list[PlannedStream]:
-        """Run blocks that keep nothing but their input and run again in backward."""
-        for index in layers:
+    def blocks_again(
+        self, layers: range, streams: list[PlannedStream], *, arrived: bool = False
+    ) -> list[PlannedStream]:
+        """Run blocks that keep nothing but their input and run again in backward.
+
+        With `arrived` the first input has come from the stage before, which keeps it on the device.
+        """
+        for place, index in enumerate(layers):
             if not self.policy.offload:
                 self._hold_inputs(1)
             # from the host two inputs are there while a block runs backward: its own, and the one that comes next
             held = 2 if self.policy.offload else 1
             self.host.on_backward(partial(self._forget_inputs, held), reads=False)
-            streams = self.host.run_twice(
-                lambda index=index, streams=streams: self.engine.take_turns(
-                    [self.block(index, *each) for each in zip(streams, self.halves, strict=True)]
-                )
-            )
+            inputs = PlannedInputs(self.host, f"input of layers.{index}", [half.rest_nbytes for half in self.halves])
+            streams = self.host.run_twice(partial(self._run_block, index, streams, inputs))
             if self.policy.offload:
                 self.host.on_backward(partial(self._hold_inputs, held), reads=False)
+                if place or not arrived:
+                    self.offload.send(inputs)
         return streams
+
+    def _run_block(self, index: int, streams: list[PlannedStream], inputs: PlannedInputs) -> list[PlannedStream]:
+        if self.engine.recomputing:
+            inputs.take()
+        return self.engine.take_turns([self.block(index, *each) for each in zip(streams, self.halves, strict=True)])
 
     def _hold_inputs(self, times: int) -> None:
         for half in self.halves:
@@ -1002,6 +1076,7 @@ class PipelineProgram:
         self.receives = receives_of(schedule, self.here, ahead=ahead)
         self.receiving: dict[PipeMessage, PlannedWait] = {}
         self.tapes: dict[tuple[int, int], list[Any]] = {}
+        self.offloaded: dict[tuple[int, int], PlannedInputs | None] = {}
         self.stream_nbytes = sum(half.rest_nbytes for half in model.halves)
 
     def run(self) -> None:
@@ -1034,10 +1109,12 @@ class PipelineProgram:
         if stage:
             self.take(action)
         self.model.forward(part, counted=self.schedule.micro_steps > 1)
-        self.tapes[stage, micro] = self.host.take_tape()
+        self.tapes[stage, micro], self.offloaded[stage, micro] = self.host.take_tape(), self.model.offload.last
 
     def backward(self, action: Action) -> None:
         kind, stage, micro = action
+        if (inputs := self.offloaded.pop((stage, micro))) is not None:
+            inputs.prefetch()  # before the wait for the gradient
         if not self.stages.has_head(stage):
             self.take(action)
         self.host.engine.prefetcher.begin_backward((BACKWARD, stage))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.atomic import replacing
-from fourfold.axes import MESSAGE_AXES
+from fourfold.axes import MESSAGE_AXES, WAITED_FOR
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Content security policy: a page loads only what is in it. `img-src` is for pictures of figures that readers save."""
@@ -33,8 +33,8 @@ CUTS = dict.fromkeys(MESSAGE_AXES, "") | {
 }
 """The dims that each axis cuts, in a few words; empty for an axis that has no description yet."""
 
-HUES = 6
-"""The number of colours for axes in page.css, `--hue-0` to `--hue-5`; a seventh axis would get the first one again."""
+HUES = 7
+"""The number of colours in page.css for axes and copies, `--hue-0` to `--hue-6`; an eighth would get the first one."""
 
 Figure = dict[str, Any]
 """A figure, a trace or a layout of plotly.js, as JSON."""
@@ -44,7 +44,7 @@ def frame(
     title: str, body: str, data: Any, plotly_js: str, *, script: str, styles: str = "", policy: str = POLICY
 ) -> str:
     """Return a page. `script` and `styles` name files of this folder; the script reads `data` from its element."""
-    hues = "".join(f"--axis-{axis}:var(--hue-{number % HUES});" for number, axis in enumerate(MESSAGE_AXES))
+    hues = "".join(f"--axis-{name}:var(--hue-{number % HUES});" for number, name in enumerate(WAITED_FOR))
     # A "</script>" in the data would end the element that holds it, so no "<" is written as such.
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     # plotly.js makes up nearly all of a page: compressed it takes 2 MB and not 5. The same text gives the same bytes.
@@ -120,7 +120,7 @@ def card(label: str, value: str, detail: str, tip: str = "") -> str:
 
 def colour(name: str) -> str:
     """Return the colour of computation or of an axis of the grid; any other name gets a neutral one."""
-    return "var(--compute)" if name == "compute" else f"var(--axis-{name if name in MESSAGE_AXES else 'other'})"
+    return "var(--compute)" if name == "compute" else f"var(--axis-{name if name in WAITED_FOR else 'other'})"
 
 
 def bars(name: str, x: Sequence[float], y: Sequence[Any], shade: str | list[str], hover: str, **more: Any) -> Figure:

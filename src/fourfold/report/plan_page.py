@@ -16,7 +16,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from fourfold.axes import MESSAGE_AXES
+from fourfold.axes import WAITED_FOR
 from fourfold.grid import Shape
 from fourfold.report import page
 from fourfold.report.page import Figure, colour, hint, plot_axis, plot_layout, section
@@ -320,7 +320,7 @@ def plan_figures(document: PlanDocument) -> dict[str, Figure]:
 def _tradeoff(document: PlanDocument) -> Figure:
     """Draw every grid as a point, seconds against memory. The last trace is a ring around the selected grid."""
     grids, estimated = document["grids"], document.get("estimated", [])
-    legend = ("compute", "host", *MESSAGE_AXES)  # the order of the legend; anything else comes last
+    legend = ("compute", "host", *WAITED_FOR)  # the order of the legend; anything else comes last
     bounds = sorted(
         {entry["bound_by"] for entry in grids},
         key=lambda bound: (legend.index(bound) if bound in legend else len(legend), bound),
@@ -401,7 +401,7 @@ def _hover(entry: PlannedGrid) -> str:
 
 def _parts(grids: list[PlannedGrid]) -> Figure:
     """Draw the step of each grid as one bar: computation, the exposed time over each axis, then what remains."""
-    axes = [axis for axis in MESSAGE_AXES if any(axis in entry["exposed_seconds"] for entry in grids)]
+    axes = [axis for axis in WAITED_FOR if any(axis in entry["exposed_seconds"] for entry in grids)]
     parts = {"compute": ("compute", [entry["compute_seconds"] for entry in grids])}
     for axis in axes:
         parts[axis] = f"exposed over {axis}", [entry["exposed_seconds"].get(axis, 0.0) for entry in grids]
@@ -435,7 +435,7 @@ def _parts(grids: list[PlannedGrid]) -> Figure:
 
 def _timeline(events: list[Mapping[str, Any]]) -> Figure:
     """Draw the work of the device and the messages of each axis over time, a track for each."""
-    tracks = ["compute", *(axis for axis in MESSAGE_AXES if any(event["track"] == axis for event in events))]
+    tracks = ["compute", *(axis for axis in WAITED_FOR if any(event["track"] == axis for event in events))]
     traces = []
     for track, phase in product(tracks, PHASES):
         found = [event for event in events if event["track"] == track and event["phase"] == phase]

@@ -18,7 +18,7 @@ from io import StringIO
 from itertools import groupby
 from typing import Any
 
-from fourfold.axes import MESSAGE_AXES, PIPE
+from fourfold.axes import PIPE, WAITED_FOR
 from fourfold.grid import Shape
 from fourfold.report.units import DASH, aligned, count, duration, money, nbytes, percent, plural
 
@@ -57,7 +57,7 @@ def plan_table(document: PlanDocument, top: int, *, width: int | None = None, co
         raise ValueError(f"top={top}: a table must show at least 1 grid")
     width = _terminal_width() if width is None else width
     shown = document["grids"][:top]
-    axes = [axis for axis in MESSAGE_AXES if any(axis in entry["link_seconds"] for entry in shown)]
+    axes = [axis for axis in WAITED_FOR if any(axis in entry["link_seconds"] for entry in shown)]
     head, rows = _fitted(shown, axes, document.get("training"), width)
     lines = [*((line, "bold") for line in _wrapped([headline(document)], width)), ("", ""), (head, "bold")]
     for place, (first, *rest) in enumerate(rows):
@@ -116,7 +116,7 @@ def asked_pair(document: PlanDocument) -> list[tuple[str, str, str, str]]:
     if one is None or other is None:
         return []
     left, right = one["exposed_seconds"], other["exposed_seconds"]
-    axes = [axis for axis in MESSAGE_AXES if axis in left or axis in right]
+    axes = [axis for axis in WAITED_FOR if axis in left or axis in right]
     hosts = [entry.get("host_seconds", 0.0) for entry in (one, other)]
     pairs = [
         ("step", one["seconds"], other["seconds"], duration),
@@ -233,12 +233,22 @@ def robust_text(document: PlanDocument) -> list[str]:
     usable = machine["usable_bytes"]
     left = nbytes(max(0, usable - best["peak_bytes"]))
     said.append(
-        f"A device needs {nbytes(best['peak_bytes'])} of the {nbytes(usable)} that it can use: {left} are left."
+        f"A device needs {nbytes(best['peak_bytes'])} of the {nbytes(usable)} that it can use: {left} are left"
+        f"{_saved(best)}."
     )
     if found := document.get("helps"):
         named = [one["what"] + ("" if one["gain"] is None else f" (+{percent(one['gain'])})") for one in found]
         said.append(f"What would help: {'; '.join(named)}.")
     return said
+
+
+def _saved(entry: PlannedGrid) -> str:
+    """Return what a grid saves memory with, and the host memory that it needs; empty if nothing."""
+    chosen = {name: value for name, value in entry["policy"].items() if name.endswith("_chunk") and value}
+    said = [f"policy.{name}={value}" for name, value in chosen.items()]
+    if host := entry.get("host_bytes"):
+        said.append(f"policy.offload=true, which takes {nbytes(host)} of the host's memory")
+    return f", with {' and '.join(said)}" if said else ""
 
 
 def uncertain_text(kinds: Sequence[str]) -> str:

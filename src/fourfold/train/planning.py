@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fourfold.atomic import write_json
-from fourfold.axes import AXES, BATCH, PIPE
+from fourfold.axes import AXES, BATCH, PIPE, WAITED_FOR
 from fourfold.data.bags import BagOrder, check_bag_rows, most_bag_rows, steps_of_epochs
 from fourfold.data.sampling import cut_windows
 from fourfold.data.sources import is_text
@@ -50,7 +50,7 @@ from fourfold.planner.price import (
 from fourfold.planner.program import LaunchOp, MatmulOp, Work
 from fourfold.planner.search import Space, search
 from fourfold.planner.transformer import step_program
-from fourfold.policy import LEFT_OPEN, Policy
+from fourfold.policy import LEFT_OPEN, SAVES_MEMORY, Policy
 from fourfold.report.units import duration
 from fourfold.schedule.choose import FOUND
 from fourfold.schedule.choose import choose as choose_schedule
@@ -332,8 +332,9 @@ def count_steps(config: TrainConfig, sources: Sequence[TokenSource]) -> TrainCon
 
 
 def with_memory_choices(config: TrainConfig, micro_steps: int, policy: Policy) -> TrainConfig:
-    """Return the config with what decides about the memory of activations: micro-batches, and what it left open."""
-    section = replace(config.policy, **{name: getattr(policy, name) for name in LEFT_OPEN})
+    """Return the config with what decides about the memory of activations: micro-batches, what it left open, and what
+    the planner may set where nothing else fits."""
+    section = replace(config.policy, **{name: getattr(policy, name) for name in (*LEFT_OPEN, *SAVES_MEMORY)})
     return replace(config, batch=replace(config.batch, micro_steps=micro_steps), policy=section)
 
 
@@ -349,7 +350,8 @@ def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
 
     A grid is chosen by its largest regret (`robust.py`); on a given grid the fastest settings are taken. The planner
     chooses the grid, the number of micro-batches and what is `auto` in the config's policy, each if it is open. A given
-    order of the axes is kept; with the default order the planner also chooses the order. If a given grid seems not to
+    order of the axes is kept; with the default order the planner also chooses the order. With a grid of its own it
+    also sets `SAVES_MEMORY` of the policy where nothing fits otherwise. If a given grid seems not to
     fit, the run takes the least memory: it is tried all the same, because memory is an estimate.
     """
     task, notes = _task(config, job)
@@ -366,6 +368,7 @@ def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
         micro_steps=micro_steps,
         orders=None if config.grid.auto and order == AXES else (order,),
         axes=AXES,
+        saves_memory=config.grid.auto,
     )
     try:
         plan = search(task, job.ranks, space=space, risk="robust" if config.grid.auto else "fastest")
@@ -381,6 +384,8 @@ def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
     if not config.batch.micro_steps and found.micro_steps > 1:
         chosen.append(f"{found.micro_steps} micro-batches")
     chosen += [f"{name} {getattr(found.policy, name)}" for name in LEFT_OPEN if getattr(config.policy, name) == AUTO]
+    saving = {name: getattr(found.policy, name) for name in SAVES_MEMORY}
+    chosen += [f"{name} {value}" for name, value in saving.items() if value != getattr(config.policy, name)]
     if found.policy.stages is not None and not config.pipeline.given:
         name = found.policy.schedule if isinstance(found.policy.schedule, str) else FOUND
         chosen.append(f"schedule {name} of {len(found.policy.stages.placement)} stages")
@@ -419,7 +424,7 @@ def remarks(config: TrainConfig, job: Hardware) -> list[str]:
 def _slower(other: Price, best: Price) -> str:
     """Say how much slower a grid is, with the largest part of the difference: `18 ms, 5 ms more exposed over x`."""
     exposed, least = other.totals.exposed, best.totals.exposed
-    parts = {f"exposed over {axis}": exposed.get(axis, 0.0) - least.get(axis, 0.0) for axis in AXES}
+    parts = {f"exposed over {name}": exposed.get(name, 0.0) - least.get(name, 0.0) for name in WAITED_FOR}
     parts["of computing"] = other.totals.compute - best.totals.compute
     worst = max(parts, key=lambda part: parts[part])
     if parts[worst] <= 0:
