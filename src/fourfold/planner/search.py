@@ -78,6 +78,9 @@ PRICED_PIPELINES = 12
 PRICED_CONTEXTS = 12
 """The most candidates of grids with a context size that are simulated where others fit: their estimates are low, and
 others would be left out for them."""
+PRICED_SAVING = 12
+"""The most candidates with `SAVES_MEMORY` that are simulated, in addition, where others fit: their estimates do not
+count what they cost."""
 SEARCHED_PIPELINES = 5
 """The number of the best of them for which other numbers of chunks are priced, and a schedule is searched."""
 MANY_DEVICES, WIDE_NODES = 512, 4
@@ -370,6 +373,9 @@ class _Search:
         self.may_save = space.policies is None or space.saves_memory
         self.saves = self.may_save and task.seq >= LONG_SEQUENCE
         """Whether candidates that do not fit are tried with what saves memory."""
+        given = space.policies or (Policy(),)
+        self._saved = [name for name in SAVES_MEMORY if not any(getattr(policy, name) for policy in given)]
+        """The fields that the search may set, as the given policies do not."""
 
     def run(self) -> GridPlan:
         self._run()
@@ -455,6 +461,7 @@ class _Search:
         found: dict[int, list[Price]] = {}
         later: list[tuple[float, int]] = []
         best, pipelines, contexts, most = inf, 0, 0, FIRST_SHARE * self.simulations
+        saving: list[tuple[float, int, Estimated]] = []
         most_contexts = PRICED_CONTEXTS if any(grid.shape.context == 1 for grid in grids) else inf
         while waiting:
             other, estimate, place = heappop(waiting)
@@ -466,17 +473,28 @@ class _Search:
                 if not known:
                     later.append((estimate, place))
                 continue
-            if grid.try_next():
+            fits = grid.try_next()
+            if fits and any(getattr(grid.found[-1].candidate.policy, name) for name in self._saved):
+                saving.append((estimate, place, grid.found[-1]))  # only if it may be faster than what fits without
+            elif fits:
                 found[place] = [*known, self._price(grid.found[-1])]
                 pipelines += piped
                 contexts += grid.shape.context > 1
                 best = min(best, found[place][-1].seconds)
-            elif not known and grid.estimate == inf:
+            elif not known and grid.estimate == inf and all(other != place for _, other, _ in saving):
                 self._refuse(grid)
             # one candidate of a pipeline stands for its grid: the best of them get a closer look later
             if grid.estimate < inf and (not piped or place not in found) and len(found.get(place, [])) < PER_GRID:
                 heappush(waiting, (other, grid.estimate, place))
-        self.plan.waiting = [grids[place] for _, place in sorted(later)]
+        most_saving = PRICED_SAVING if found else self.simulations
+        for estimate, place, one in sorted(saving, key=lambda one: one[0])[:most_saving]:
+            if estimate < best:
+                found.setdefault(place, []).append(self._price(one))
+                best = min(best, found[place][-1].seconds)
+                self.simulations += 1
+        later += [(estimate, place) for estimate, place, _ in saving if place not in found]
+        waits = dict.fromkeys(place for _, place in sorted(later))
+        self.plan.waiting = [grids[place] for place in waits if place not in found]
         ranked = sorted(found.items(), key=lambda one: min(price.seconds for price in one[1]))
         return [(grids[place], prices) for place, prices in ranked]
 

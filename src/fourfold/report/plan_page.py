@@ -267,7 +267,7 @@ def _changes(entry: PlannedGrid, best: PlannedGrid) -> str:
     sizes = ",".join(f"{axis}={size}" for axis, size in _cut(entry).items()) or "data=1"
     options, usual = [f"--grid {sizes}"], settings(best)
     for name, value in settings(entry).items():
-        if value != usual[name]:
+        if value != usual.get(name):  # a grid without context has no way of K and V
             # As --set reads values: text may be bare, everything else is written as in JSON.
             written = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
             options.append(f"--set {quote(f'{name}={written}')}")
