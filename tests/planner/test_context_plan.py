@@ -142,8 +142,9 @@ def test_the_command_explains_a_grid_and_writes_a_page(tmp_path: Path, capsys: p
     written = ["--why", "z=4,context=4", "--html", str(page), "--json", str(document)]
     assert main([*asked, "--batch-tokens", "1M", "--top", "2", *written]) == 0
     assert "exposed over context" in capsys.readouterr().out and "context=" in page.read_text()
-    best = json.loads(document.read_text())["grids"][0]
-    assert best["grid"]["context"] > 1 and best["policy"]["context_way"] and "context" in best["link_seconds"]
+    grids = json.loads(document.read_text())["grids"]
+    asked_for = next(one for one in grids if one["grid"]["context"] > 1)  # others save memory instead
+    assert asked_for["policy"]["context_way"] and "context" in asked_for["link_seconds"]
 
 
 @pytest.mark.slow
