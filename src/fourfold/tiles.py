@@ -106,15 +106,16 @@ class Documents:
     """
 
     def __init__(self, positions: Tensor, most: int) -> None:
-        """`positions` [rows, seq] are 0 where a document begins; none is longer than a row."""
+        """`positions` [rows, seq] are 0 where a document begins; one that goes on in the next row is cut there."""
         self.positions, self.most = positions, most
 
     @cached_property
     def _pack(self) -> Pack:
         tokens = self.positions.numel()
         begins = self.positions == 0
-        begins[:, 0] = True  # nothing is read across rows
-        starts = torch.nonzero_static(begins.flatten(), size=self.most + 1, fill_value=tokens)
+        begins[:, 0] = True
+        room = self.most + len(begins)  # which cut documents may need as well
+        starts = torch.nonzero_static(begins.flatten(), size=room + 1, fill_value=tokens)
         lengths = starts.flatten().int()
         everything, longest = slice(0, tokens), self.positions.shape[1]
         return Pack(everything, everything, True, True, lengths, lengths, longest, longest)
@@ -128,7 +129,10 @@ class Documents:
         if takes_packs(q):
             return [self._pack]
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"packed documents are read on the device in bf16 and fp16 alone, not in {q.dtype}")
+            raise RuntimeError(
+                "documents whose lengths the host does not know are read in bf16 and fp16 by heads of at most 256, a "
+                f"multiple of 8; these are {q.dtype} of {q.shape[-1]}"
+            )
         return self._tiles.calls(q)
 
     @property
@@ -154,6 +158,12 @@ def pad_lengths(lengths: Sequence[int], tokens: int) -> Tensor:
     while room < len(lengths):
         room *= 2
     return functional.pad(torch.tensor(lengths, device="cpu"), (0, room - len(lengths)))
+
+
+def without_padding(lengths: Sequence[int]) -> Sequence[int]:
+    """Return the lengths of documents without the zeros of `pad_lengths`."""
+    last = next((index for index in reversed(range(len(lengths))) if lengths[index]), -1)
+    return lengths[: last + 1]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles | Documents, dropout: float = 0.0) -> Tensor:

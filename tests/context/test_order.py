@@ -59,7 +59,7 @@ def run_noted(queue: WgradQueue, events: list[Event]) -> None:
 
 CASES = [
     (Shape(z=4, context=2), "llama"),
-    (Shape(x=3, z=2, context=2), "ragged"),
+    pytest.param(Shape(x=3, z=2, context=2), "ragged", marks=pytest.mark.slow),
     *(
         pytest.param(shape, "llama", marks=pytest.mark.slow)
         for shape in (

@@ -96,7 +96,7 @@ GRIDS: list[tuple[Shape, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("place", others_slow(range(len(GRIDS)), 2), ids=lambda place: f"{GRIDS[place][0]} {place}")
+@pytest.mark.parametrize("place", others_slow(range(len(GRIDS)), 3), ids=lambda place: f"{GRIDS[place][0]} {place}")
 def test_a_step_is_bitwise_the_same(ranks, place: int) -> None:
     shape, options = GRIDS[place]
     policies = [Policy(recompute="block", offload=offload, **options) for offload in (False, True)]

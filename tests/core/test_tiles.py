@@ -220,8 +220,10 @@ def test_a_device_finds_documents_by_their_positions() -> None:
     positions = positions_on_device(padded, torch.Size((2, 16)))
     assert positions.flatten().tolist() == document_positions(lengths).tolist()
     pack = Documents(positions, len(padded))._pack
-    assert pack.lengths_q.tolist() == [0, 3, 8, 9, 16, 18, 20] + [32] * 10
+    assert pack.lengths_q.tolist() == [0, 3, 8, 9, 16, 18, 20] + [32] * 12
     assert pack.longest_q == 16
+    across = Documents(document_positions([20, 12]).view(2, 16), 2)  # is cut where its row ends
+    assert across._pack.lengths_q.tolist() == [0, 16, 20, 32, 32]
 
 
 def test_dropout_keeps_documents_apart() -> None:

@@ -136,6 +136,7 @@ def test_samples_are_read_from_files(tmp_path: Path) -> None:
             LengthSample.read(path)
 
 
+@pytest.mark.slow
 def test_the_command_explains_a_grid_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, document = tmp_path / "plan.html", tmp_path / "plan.json"
     asked = ["plan", "--model", "llama-3-8b", "--machine", "dgx-h100", "--devices", "4", "--seq", "131072"]

@@ -43,7 +43,10 @@ def with_links(machine: Machine, *groups: tuple[int, int]) -> Machine:
 
 _DGX = load_machine("dgx-h100")
 NODES = replace(
-    _DGX, devices_per_node=4, host={}, sources={k: text for k, text in _DGX.sources.items() if not k.startswith("host")}
+    _DGX,
+    devices_per_node=4,
+    host={},
+    sources={k: text for k, text in _DGX.sources.items() if not k.startswith("host.")},
 )
 """Without its host, which would be all that a step of so small a model takes."""
 GPUS = replace(with_links(NODES, (1, 2), (1, 4), (2, 2)), sharing=0.0)

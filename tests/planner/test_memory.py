@@ -211,6 +211,7 @@ def test_predicted_memory_is_that_of_the_dry_run() -> None:
         compare(case, found)
 
 
+@pytest.mark.slow
 def test_memory_of_a_long_sequence_is_that_of_the_dry_run() -> None:
     """Little but the backward of a norm is left then, whose sums are in fp32."""
     chunks = bf16(recompute="block", loss_chunk=2048, mlp_chunk=2048)
@@ -296,13 +297,17 @@ def test_one_rank_holds_the_whole_model_and_accumulates_all_gradients() -> None:
 
 
 def test_a_prediction_takes_microseconds() -> None:
+    """280 on a core that is shared with others: less than 10,000 additions, which take turns with it."""
     share = LocalSizes(ff.models.config("gpt-640b"), Shape(8, 4, 8, 4), bf16(recompute="block"), 4, 2048)
-    taken = []
+    taken, additions = [], []
     for _ in range(20):
-        began = time.process_time_ns()
+        began, total = time.process_time_ns(), 0
         peak_memory(share)
         taken.append(time.process_time_ns() - began)
-    assert min(taken) < 500_000  # a core that is shared with others takes 280 microseconds
+        for number in range(10_000):
+            total += number * number
+        additions.append(time.process_time_ns() - began - taken[-1])
+    assert min(taken) < min(additions)
 
 
 @pytest.mark.slow

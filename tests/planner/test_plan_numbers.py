@@ -79,6 +79,7 @@ def test_more_devices_have_less_goodput(capsys: pytest.CaptureFixture[str]) -> N
     assert found["assumptions"][0] == "a device fails once in 10 hours on average (--mtbf)"
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama-3-8b", "--machine", "perlmutter", "--devices", "1..4", "--json", "-"]) == 0
     numbers = json.loads(capsys.readouterr().out)["numbers"]

@@ -131,13 +131,17 @@ class Recorder:
 
 @pytest.mark.parametrize("reason", ["", "something cannot be recorded"])
 def test_a_recorded_step_has_no_lengths_of_the_host(folder: Path, tmp_path: Path, reason: str) -> None:
-    """A replay would read those of the step that was recorded; a step that is not recorded has them."""
+    """A replay would read those of the step that was recorded, so it gets a tensor with room for more documents, of the
+    same size in every step; a step that is not recorded has them."""
     config = config_of("llama-tiny", "fp64", 2, folder, Shape(), {"data.pack": "whole"})
     run = Run(config, Grid.alone("cpu"), tmp_path)
     run.step_graph = graph = Recorder(run, reason)  # type: ignore[assignment]
     run.train()
     assert len(graph.seen) == 2
-    assert all((lengths is not None) == bool(reason) for lengths in graph.seen)
+    assert all(isinstance(lengths, tuple) == bool(reason) for lengths in graph.seen)
+    if not reason:
+        assert len({len(lengths) for lengths in graph.seen}) == 1
+        assert all(lengths.sum() == ROWS * SEQ and lengths[-1] == 0 for lengths in graph.seen)
 
 
 def test_epochs_of_bags(folder: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from fourfold.operators import AsyncResult, Ready
 from fourfold.pipeline import Half, MicroBatch, run_plain
 from fourfold.policy import Halves, Policy, Recompute
 from fourfold.schedule.stages import Stages
-from fourfold.tiles import document_lengths, indices, to_device
+from fourfold.tiles import document_lengths, indices, to_device, without_padding
 
 
 class ResidualStream:
@@ -326,6 +326,8 @@ class Transformer(Layer):
             if positions is None and _is_batch(tokens):
                 positions = positions_on_device(documents, tokens.shape)
             documents, most = None, len(documents)
+        elif isinstance(documents, Tensor):
+            documents = without_padding(documents.tolist())
         if documents is not None:
             with suppress(TypeError):  # which `_fault` names
                 documents = tuple(map(operator.index, documents))
