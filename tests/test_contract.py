@@ -104,7 +104,7 @@ INSIDE = {
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
-        "report", "import_export", "data_lengths", "calibrate", "plan_numbers", "plan_memory", "plan", "schedule",
+        "report", "import_export", "output", "data_lengths", "calibrate", "plan_numbers", "plan_memory", "plan", "schedule",
         "checkpoint", "cluster_scripts", "demo",
     ],
 }  # fmt: skip

@@ -7,7 +7,6 @@ members of context groups in both ways that `policy.assignment` knows. Nothing i
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fourfold.atomic import write_json
+from fourfold.commands.output import show_document
 from fourfold.context.assign import Assignment, assign_documents, assign_rows
 from fourfold.data.bags import BagOrder, padding
 from fourfold.data.loader import WindowReader
@@ -41,13 +40,7 @@ def show_lengths(options: argparse.Namespace, _: Sequence[str]) -> int:
         document = lengths_document(
             sources, options.seq, options.rows, options.context, draws=options.bags, seed=options.seed
         )
-    if options.json == "-":
-        print(json.dumps(document, indent=1))
-        return 0
-    if options.json is not None:
-        write_json(Path(options.json), document)
-    print("\n".join(lengths_text(document)))
-    return 0
+    return show_document(document, lengths_text, options.json)
 
 
 def _open(path: str, options: argparse.Namespace, cache: Path) -> TokenSource:

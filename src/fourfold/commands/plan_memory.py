@@ -8,14 +8,12 @@ bounds are named as what they are.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from fourfold.atomic import write_json
+from fourfold.commands.output import show_document
 from fourfold.models.count import CountedModel, TransformerSizes, count_model
 from fourfold.planner.machine import Machine
 from fourfold.report.units import aligned, count, duration, money, nbytes, plural
@@ -49,14 +47,7 @@ def plan_memory(options: argparse.Namespace, path: Path, name: str, machine: Mac
     document["reason"] = reason
     asked = (options.batch_tokens, options.tokens, options.price)
     document["time"] = [least_time(model, machine, dtype, each, *asked) for each in numbers]
-    if options.json == "-":
-        print(json.dumps(document, indent=1))
-        return 0
-    print("\n".join(memory_text(document)))
-    if options.json is not None:
-        write_json(Path(options.json), document)
-        print(f"fourfold: wrote {options.json}", file=sys.stderr)
-    return 0
+    return show_document(document, memory_text, options.json)
 
 
 def memory_document(

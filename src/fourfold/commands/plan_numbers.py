@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
-from pathlib import Path
 from typing import Any
 
-from fourfold.atomic import write_json
 from fourfold.axes import AXES
+from fourfold.commands.output import show_document
 from fourfold.errors import NoPlanError
 from fourfold.planner.explain import entry, kinds_of, model_facts, robustness, training_of
 from fourfold.planner.goodput import FailureRates
@@ -37,13 +35,7 @@ def compare_numbers(options: argparse.Namespace, task: Task, name: str, rates: F
         print(f"fourfold: {devices:,} devices: {grid_or_reason(found[-1])}", file=sys.stderr)
     document = numbers_document(task, model_facts(task.config, name), found, options.tokens, options.price)
     document["assumptions"] = rates.assumptions
-    if options.json == "-":
-        print(json.dumps(document, indent=1))
-        return 0
-    if options.json is not None:
-        write_json(Path(options.json), document)
-    print("\n".join(numbers_text(document)))
-    return 0
+    return show_document(document, numbers_text, options.json)
 
 
 def best_for(task: Task, devices: int, rates: FailureRates, risk: Risk) -> dict[str, Any]:
