@@ -104,8 +104,8 @@ INSIDE = {
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
-        "report", "import_export", "output", "data_lengths", "calibrate", "plan_numbers", "plan_memory", "plan", "schedule",
-        "checkpoint", "cluster_scripts", "demo",
+        "report", "import_export", "output", "data_lengths", "calibrate", "plan_numbers", "plan_memory", "plan",
+        "schedule", "checkpoint", "cluster_scripts", "demo",
     ],
 }  # fmt: skip
 
