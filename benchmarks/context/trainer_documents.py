@@ -64,7 +64,7 @@ TOKENS = {"cpu": 8192, "cuda": 65_536}
 
 
 @dataclass(frozen=True)
-class Setting:
+class DocumentsSetting:
     """What every rank is told."""
 
     device: str
@@ -97,10 +97,10 @@ def write_corpus(path: Path, tokens: int, bags: int) -> None:
             left -= length
 
 
-class Side:
+class DocumentsSide:
     """A run of the trainer with one assignment, one step at a time."""
 
-    def __init__(self, setting: Setting, grid: ff.Grid, assignment: str, dtype: str, tokens: int) -> None:
+    def __init__(self, setting: DocumentsSetting, grid: ff.Grid, assignment: str, dtype: str, tokens: int) -> None:
         rows = grid.shape.context
         given: dict[str, Any] = {
             "model.name": "llama-tiny", "model.seq": tokens, "data.sources": [{"path": str(setting.corpus(tokens))}],
@@ -133,18 +133,18 @@ class Side:
         self.run.loader.close()
 
 
-def measure(context: RankContext, setting: Setting) -> dict[str, list[dict[str, Any]]]:
+def measure(context: RankContext, setting: DocumentsSetting) -> dict[str, list[dict[str, Any]]]:
     """Run both sides on this rank: some steps in fp64, then rounds that are timed."""
     grid = context.grid(ff.Shape(z=context.world, context=context.world))
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     exact = {}
     for side in SIDES:
-        one = Side(setting, grid, side, "fp64", setting.exact_tokens)
+        one = DocumentsSide(setting, grid, side, "fp64", setting.exact_tokens)
         steps = [one.step() for _ in range(EXACT_STEPS)]
         exact[side] = [(step["loss"].item(), step["imbalance"]) for step in steps]
         one.close()
     dtype = "bf16" if setting.device == "cuda" else "fp32"
-    sides = {side: Side(setting, grid, side, dtype, setting.tokens) for side in SIDES}
+    sides = {side: DocumentsSide(setting, grid, side, dtype, setting.tokens) for side in SIDES}
     for number in range(-WARMUP, setting.rounds):
         for side in SIDES if number % 2 else reversed(SIDES):
             gc.collect()
@@ -164,7 +164,7 @@ def measure(context: RankContext, setting: Setting) -> dict[str, list[dict[str, 
 # --- ranks
 
 
-def on_cluster(shape: ClusterShape, setting: Setting) -> list[Any]:
+def on_cluster(shape: ClusterShape, setting: DocumentsSetting) -> list[Any]:
     """Run the job on an emulated cluster; every rank leaves its results in the folder."""
     told = Path(setting.folder) / "setting.json"
     told.write_text(json.dumps(asdict(setting)))
@@ -180,14 +180,14 @@ def run_rank(told: Path) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     context = RankContext(dist.get_rank(), dist.get_world_size(), "cpu")
-    found = measure(context, Setting(**json.loads(told.read_text())))
+    found = measure(context, DocumentsSetting(**json.loads(told.read_text())))
     (told.parent / f"rank-{context.rank}.json").write_text(json.dumps(found))
     context.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
     return 0
 
 
-def on_gpu(ranks: int, setting: Setting) -> list[Any]:
+def on_gpu(ranks: int, setting: DocumentsSetting) -> list[Any]:
     """Run the job on ranks that share a GPU, each with its part of it."""
     os.environ[PARTITION] = str(100 // ranks)  # the ranks inherit it
     with multi_process_service("cuda"):
@@ -201,7 +201,7 @@ def on_gpu(ranks: int, setting: Setting) -> list[Any]:
 # --- the table
 
 
-def table(every: Sequence[Mapping[str, Any]], setting: Setting) -> tuple[list[str], list[float], float]:
+def table(every: Sequence[Mapping[str, Any]], setting: DocumentsSetting) -> tuple[list[str], list[float], float]:
     """Return the lines of the table, how many times faster documents are by round, and the difference in fp64."""
     seconds, rows = {}, []
     for side in SIDES:
@@ -247,7 +247,7 @@ def main() -> int:
     ranks = options.ranks or (4 if gpu else 2)
     with tempfile.TemporaryDirectory() as folder:
         tokens = options.tokens or TOKENS[options.device]
-        setting = Setting(options.device, tokens, options.rounds, folder)
+        setting = DocumentsSetting(options.device, tokens, options.rounds, folder)
         write_corpus(setting.corpus(tokens), tokens, options.rounds + 2 * WARMUP)
         write_corpus(setting.corpus(setting.exact_tokens), setting.exact_tokens, 4 * EXACT_STEPS)
         if gpu:

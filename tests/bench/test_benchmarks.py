@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "cluster": {"shared", "cluster"},
     "planner": {"shared", "speed", "cluster", "planner"},
     "checkpoint": {"shared", "checkpoint"},
-    "context": {"shared", "context"},
+    "context": {"shared", "speed", "cluster", "context"},
 }
 
 

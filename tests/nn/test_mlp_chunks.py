@@ -99,7 +99,7 @@ def cases_of(shape: Shape, policies: list[Policy]) -> list[tuple[str, Policy]]:
 
 
 def compare(ranks: Any, shape: Shape, cases: list[tuple[str, Policy]]) -> None:
-    for results in ranks(shape.world).run(steps, shape, cases):
+    for results in ranks(shape.world).run(steps, shape, cases, timeout=180):
         for (kind, policy), result in zip(cases, results, strict=True):
             loss, gradients = alone(kind)
             assert result["loss"] == pytest.approx(loss, rel=0, abs=1e-12), (kind, policy)
