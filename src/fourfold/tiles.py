@@ -74,14 +74,19 @@ class Tiles(tuple[Tile, ...]):
         """Whether these tiles are worth a call each of a kernel that is planned for their lengths."""
         return self.recurring and all(len(tile.queries) >= LONG * tile.times for tile in self)
 
-    def require_all(self, queries: int) -> None:
-        """Raise an error if a query is in no tile."""
+    @cached_property
+    def _covered(self) -> int:
+        """The number of queries up to the first that is in no tile."""
         covered = 0
         for start, stop in sorted((tile.queries.start, tile.queries.stop) for tile in self):
             if start > covered:
                 break
             covered = max(covered, stop)
-        if covered != queries:
+        return covered
+
+    def require_all(self, queries: int) -> None:
+        """Raise an error if a query is in no tile."""
+        if self._covered != queries:
             raise ValueError(f"tiles must cover all {queries} queries; got {[tile.queries for tile in self]}")
 
 

@@ -104,7 +104,7 @@ class SequenceCut:
 
     @property
     def index(self) -> Tensor:
-        """Where this member's tokens lie in the dim."""
+        """The places of this member's tokens in the dim."""
         return self.tokens.index(self.start, self.stop, self.blocks)
 
     @property
