@@ -92,14 +92,14 @@ INSIDE = {
         "__init__", "format", "training_state", "load", "save", "hf_weights", "dcp",
     ],
     "planner": [
-        "__init__", "goodput", "machine", "lengths", "sizes", "program", "context", "transformer", "memory", "trace",
-        "price", "calibrate", "pipe", "estimate", "robust", "search", "explain", "correct",
+        "__init__", "goodput", "machine", "lengths", "sizes", "program", "step_parts", "context", "transformer",
+        "memory", "trace", "price", "calibrate", "pipe", "estimate", "robust", "search", "explain", "correct",
     ],
     "watch": ["__init__", "memory", "processes", "tape", "diagnose", "liveness", "peers", "checks"],
     "report": ["__init__", "units", "page", "run_data", "run_places", "run_page", "plan_text", "plan_page"],
     "train": [
         "__init__", "console", "signals", "fork_server", "rendezvous", "arrivals", "launch", "schema", "config",
-        "defaults", "run_folder", "planning", "callbacks", "language_model", "step_parts", "metrics", "progress",
+        "defaults", "run_folder", "planning", "callbacks", "language_model", "metrics", "progress",
         "correction", "guard", "checkpoints", "loop",
     ],
     "commands": [

@@ -96,6 +96,7 @@ def _begin(
     _forkserver._forkserver_address = server  # a child forgets the address, and would start a forkserver of its own
     _forkserver.ensure_running = lambda: None
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     os.environ.clear()
     os.environ |= env
     os.chdir(cwd)

@@ -35,6 +35,7 @@ from fourfold.planner.calibrate import (
     LaunchCall,
     Measured,
     Message,
+    TimedBlocks,
     TimedStep,
     fit_links,
     fit_products,
@@ -43,9 +44,20 @@ from fourfold.planner.calibrate import (
     not_negative,
     training_step,
 )
-from fourfold.planner.machine import HostMode, LinkSpeed, Machine, Seconds, Timed, load_machine, parse_machine, to_toml
+from fourfold.planner.machine import (
+    KERNEL_MODES,
+    HostMode,
+    LinkSpeed,
+    Machine,
+    Seconds,
+    Timed,
+    load_machine,
+    parse_machine,
+    to_toml,
+)
 from fourfold.planner.price import simulate
 from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.step_parts import ATTENTION, KERNELS, PRODUCTS, WorkSeconds, pieces, work_seconds
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from fourfold.train.launch import share_cores
@@ -158,34 +170,74 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
     assert machine.sources["peak.bf16"] == "data sheet of NVIDIA H200"
 
 
-def test_blocks_take_what_they_took_with_the_traffic_of_their_mode() -> None:
+def block_seconds(machine: Machine, mode: HostMode) -> WorkSeconds:
+    """The predicted seconds of the blocks by kind of work, and those of a pass, which must be their sum."""
+    sizes = LocalSizes(BLOCKS, Shape(), Policy(), BLOCK_ROWS, BLOCKS.seq, torch.bfloat16)
+    work, seconds = step_program(sizes, optimizer=False).work, Seconds(machine, Shape(), mode)
+    alone = work_seconds(seconds, "bf16", pieces(work))
+    # the device waits for the host's first item
+    assert simulate(work, seconds, "bf16").seconds == pytest.approx(sum(alone[:4]), rel=1e-3)
+    return alone
+
+
+def machine_of_blocks(**blocks: TimedBlocks) -> Machine:
+    computation = replace(found().computation, blocks=blocks)
+    return machine_of("here", "two nodes", replace(found(), computation=computation), "today")
+
+
+def test_what_products_and_attention_leave_of_blocks_is_the_traffic_of_their_mode() -> None:
     """Norms and activations that are not compiled move more bytes than the program counts; the fit says how many."""
     plain = machine_of("here", "two nodes", found(), "today")
-    sizes = LocalSizes(BLOCKS, Shape(), Policy(), BLOCK_ROWS, BLOCKS.seq, torch.bfloat16)
-    work = step_program(sizes, optimizer=False).work
-
-    def seconds(machine: Machine, mode: HostMode) -> float:
-        return simulate(work, Seconds(machine, Shape(), mode), "bf16").seconds
-
-    slow, fast = 1.5 * seconds(plain, "eager"), 1.1 * seconds(plain, "compiled")
-    computation = replace(found().computation, blocks={"eager": slow, "compiled": fast})
-    machine = machine_of("here", "two nodes", replace(found(), computation=computation), "today")
+    slow, fast = 1.5 * sum(block_seconds(plain, "eager")[:4]), 1.1 * sum(block_seconds(plain, "compiled")[:4])
+    machine = machine_of_blocks(eager=TimedBlocks(slow), compiled=TimedBlocks(fast))
     assert machine.traffic["eager"] > machine.traffic["compiled"] > 1.0
-    assert seconds(machine, "eager") == pytest.approx(slow, rel=1e-3)
-    assert seconds(machine, "compiled") == pytest.approx(fast, rel=1e-3)
+    assert sum(block_seconds(machine, "eager")[:4]) == pytest.approx(slow)
+    assert sum(block_seconds(machine, "compiled")[:4]) == pytest.approx(fast)
+    assert machine.gemm == plain.gemm
     assert machine.sources["traffic.eager"] == "today"
     assert parse_machine(to_toml(machine), "here.toml").traffic == machine.traffic
 
 
-def test_blocks_are_timed_in_each_mode_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_attention_and_kernels_each_take_what_they_took_in_traced_blocks() -> None:
+    """Products by themselves are slower than between other kernels: the whole alone would give these too little."""
+    plain = machine_of("here", "two nodes", found(), "today")
+    alone = block_seconds(plain, "eager")
+    kinds = {PRODUCTS: 0.8 * alone.products, ATTENTION: 1.2 * alone.attention}
+    kernels = {"eager": 5 * alone.fused + alone.plain, "compiled": 2 * alone.fused + alone.plain}
+    machine = machine_of_blocks(
+        **{mode: TimedBlocks(1.0, {**kinds, KERNELS: seconds}) for mode, seconds in kernels.items()}
+    )
+    for mode in KERNEL_MODES:
+        seconds = block_seconds(machine, mode)
+        assert seconds.products == pytest.approx(kinds[PRODUCTS])
+        assert seconds.attention == pytest.approx(kinds[ATTENTION])
+        assert seconds.fused + seconds.plain == pytest.approx(kernels[mode])
+    assert machine.gemm["bf16"] == pytest.approx(plain.gemm["bf16"] / 0.8)
+    assert machine.gemm["fp32"] == plain.gemm["fp32"]
+    assert parse_machine(to_toml(machine), "here.toml") == machine
+
+
+def test_kernels_take_no_less_than_their_bytes() -> None:
+    """Where other kernels seem to take less, what is off is no property of theirs."""
+    plain = machine_of("here", "two nodes", found(), "today")
+    alone = block_seconds(plain, "eager")
+    assert machine_of_blocks(eager=TimedBlocks(0.9 * (alone.products + alone.attention))).traffic["eager"] == 1.0
+
+
+def test_blocks_are_timed_and_traced_in_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner_calibrate, "BLOCKS", replace(SMALL, layers=1))
+    monkeypatch.setattr(planner_calibrate, "HOT_AGAIN", 0.01)
     grid = Grid.alone(torch.device("cpu"))
     calibration = Calibration(grid, 1, 0.1, settle=lambda: None, progress=lambda _: None)
-    assert calibration._blocks() == {}  # on the CPU
-    monkeypatch.setattr(calibration, "on_gpu", True)
-    monkeypatch.setattr(calibration, "_finish", lambda: None)
     assert calibration.modes == ["eager"]  # too few seconds to compile
-    assert calibration._blocks()["eager"] > 0
+    (blocks,) = calibration._blocks().values()
+    assert set(blocks.traced) == {PRODUCTS, ATTENTION, KERNELS}
+    assert min(blocks.traced.values()) > 0
+    assert (
+        sum(blocks.traced.values()) < 3 * blocks.seconds
+    )  # tracing makes the CPU slower, and only the last runs count
+    monkeypatch.setattr(planner_calibrate, "host_parts", lambda _: ({PRODUCTS: 0.0, ATTENTION: 0.0, KERNELS: 0.0}, {}))
+    assert calibration._traced(lambda: None, 1.0) == {}  # the driver lets nobody trace
 
 
 def small_step(machine: Machine, layers: int, mode: HostMode = "eager") -> float:

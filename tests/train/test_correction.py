@@ -15,8 +15,16 @@ from test_train import cli_as_rank
 from curves import Curves, config_of, write_texts
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Flight
-from fourfold.planner.correct import StepParts
 from fourfold.planner.machine import load_machine, to_toml
+from fourfold.planner.step_parts import (
+    StepParts,
+    TracedParts,
+    TraceEvent,
+    combine,
+    device_parts,
+    flight_seconds,
+    host_parts,
+)
 from fourfold.report.run_data import read_run
 from fourfold.report.run_page import write_report
 from fourfold.train.config import PlanSection, TrainConfig, read_config
@@ -25,14 +33,6 @@ from fourfold.train.loop import Run
 from fourfold.train.planning import Hardware, locate, predict
 from fourfold.train.progress import corrected
 from fourfold.train.run_folder import JsonLines
-from fourfold.train.step_parts import (
-    TracedParts,
-    TraceEvent,
-    combine,
-    device_parts,
-    flight_seconds,
-    host_parts,
-)
 from harness import grid_of
 from runs import lines_of, train_arguments
 

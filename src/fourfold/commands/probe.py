@@ -26,7 +26,7 @@ from fourfold import __version__, comm
 from fourfold.environment import Environment
 from fourfold.grid import Grid
 from fourfold.job import Channel
-from fourfold.planner.calibrate import PRODUCTS, products
+from fourfold.planner.calibrate import PRODUCTS_OF_ACT, products
 from fourfold.train.launch import cores
 from fourfold.train.planning import memory_bytes
 from fourfold.watch.checks import Disk, MeasuredLink, Rank
@@ -146,7 +146,7 @@ def product_flops(device: torch.device) -> float:
                 runs += 1
             if on_gpu:
                 torch.cuda.synchronize(device)  # a launch returns before its product has run
-        return PRODUCTS * 2 * m * k * n * runs / took
+        return PRODUCTS_OF_ACT * 2 * m * k * n * runs / took
 
     window(WINDOW_SECONDS)  # not counted: the first product initialises the libraries
     return median(window(WINDOW_SECONDS) for _ in range(WINDOWS))

@@ -21,14 +21,13 @@ measured, what was predicted, and its value before.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fourfold.axes import AXES
 from fourfold.grid import Shape
-from fourfold.ledger import Collective, Op
 from fourfold.planner.machine import (
     HOST,
     LINK,
@@ -40,10 +39,21 @@ from fourfold.planner.machine import (
     inside_link,
     link_constants,
     spread_of,
+    with_slower_products,
 )
 from fourfold.planner.price import Candidate, PipePrice, Price, Task, price
-from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Work
 from fourfold.planner.search import CHOSEN_FIELDS, Space, search
+from fourfold.planner.step_parts import (
+    ATTENTION,
+    HOST_PART,
+    KERNELS,
+    PRODUCTS,
+    StepParts,
+    StepWork,
+    WorkSeconds,
+    pieces,
+    work_seconds,
+)
 from fourfold.planner.transformer import optimizer_program, part_of, recompute_of, stage_program, step_program
 from fourfold.policy import Policy
 
@@ -79,62 +89,8 @@ CORRECTED = "corrected by "
 """How the source of a corrected constant begins; this is part of the file's format, as `UNCERTAIN_SOURCES` are."""
 ABOUT = f" ({CORRECTED}"
 """Where the text about a machine begins to say what corrected it."""
-PRODUCTS, ATTENTION, KERNELS, HOST_PART = "products", "attention", "kernels", "host"
-"""The names of the parts that are no axis."""
 
-
-# --- the parts of a step
-
-
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """Seconds of a step on one rank, as they were predicted or measured."""
-
-    seconds: float
-    products: float
-    attention: float
-    kernels: float
-    """Seconds of all other kernels: norms, activations, losses, casts, copies, the optimizer."""
-    host: float
-    """Seconds that the device waited because the host was late. On the CPU, which computes itself, the host's own
-    work."""
-    link: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that messages of each axis were under way; an axis that was not measured is missing."""
-    exposed: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that computation waited for messages of each axis."""
-
-    def named(self) -> dict[str, float]:
-        """Return the seconds by the name of the part, as tables show them."""
-        found = {PRODUCTS: self.products, ATTENTION: self.attention, KERNELS: self.kernels, HOST_PART: self.host}
-        return found | {f"messages over {axis}": seconds for axis, seconds in self.link.items()}
-
-
-class WorkPiece(NamedTuple):
-    """A piece of work without its name, so that equal ones are counted together."""
-
-    kind: str
-    """`products`, `attention`, `fused`, `plain`, or the op of a collective."""
-    sizes: tuple[int, ...]
-    axis: str = ""
-
-
-StepWork = Counter[WorkPiece]
-"""How often each piece of work occurs in a step; it does not depend on the machine."""
-
-
-def pieces(work: Iterable[Work]) -> StepWork:
-    """Count the pieces of a program."""
-    found: StepWork = Counter()
-    for item in work:
-        if isinstance(item, MatmulOp):
-            found[WorkPiece(PRODUCTS, (item.m, item.k, item.n))] += 1
-        elif isinstance(item, AttentionOp):
-            found[WorkPiece(ATTENTION, (item.flops, item.nbytes))] += 1
-        elif isinstance(item, ElementwiseOp):
-            found[WorkPiece("fused" if item.fused else "plain", (item.nbytes,))] += 1
-        elif isinstance(item, LaunchOp):
-            found[WorkPiece(item.record.op, (item.record.nbytes, item.record.ranks), item.record.axis)] += 1
-    return found
+# --- the parts of a step that is priced
 
 
 def work_of(found: Price) -> StepWork:
@@ -181,46 +137,9 @@ def _work_of_pipe(found: PipePrice) -> StepWork:
     return work
 
 
-class _Alone(NamedTuple):
-    """Seconds of a step's work, each piece of it by itself."""
-
-    products: float
-    attention: float
-    fused: float
-    plain: float
-    host: float
-    fixed: Mapping[str, float]
-    """Seconds of latency of the messages of each axis."""
-    moving: Mapping[str, float]
-    """Seconds of the messages of each axis on the link."""
-
-
-def _alone(found: Price, work: StepWork) -> _Alone:
-    seconds, dtype = found.task.seconds_on(found.candidate), found.task.dtype
-    on_cpu = seconds.machine.device == "cpu"
-    own = seconds.machine.overhead if on_cpu else 0.0  # there the host's seconds are part of every piece of work
-    spent: defaultdict[str, float] = defaultdict(float)
-    fixed: defaultdict[str, float] = defaultdict(float)
-    moving: defaultdict[str, float] = defaultdict(float)
-    host = seconds.host.step if on_cpu else 0.0
-    for (kind, sizes, axis), number in work.items():
-        if axis:
-            op: Op = kind  # type: ignore[assignment]
-            nbytes, ranks = sizes
-            cost = seconds.transfer(Collective(op, axis, nbytes, ranks))
-            host += number * cost.host
-            fixed[axis] += number * cost.fixed
-            moving[axis] += number * cost.moving
-            continue
-        price_of: dict[str, Callable[..., float]] = {
-            PRODUCTS: lambda m, k, n: seconds.product(m, k, n, dtype),
-            ATTENTION: lambda flops, nbytes: seconds.attention(flops, nbytes, dtype),
-            "fused": seconds.fused,
-            "plain": seconds.kernel,
-        }
-        spent[kind] += number * (price_of[kind](*sizes) - own)
-        host += number * own
-    return _Alone(spent[PRODUCTS], spent[ATTENTION], spent["fused"], spent["plain"], host, fixed, moving)
+def _alone(found: Price, work: StepWork) -> WorkSeconds:
+    """Return the seconds of a step's work on the machine of its price."""
+    return work_seconds(found.task.seconds_on(found.candidate), found.task.dtype, work)
 
 
 def parts_of(found: Price, work: StepWork | None = None) -> StepParts:
@@ -361,18 +280,12 @@ class _Corrector:
         return machine
 
     def _products(self, machine: Machine, ratio: float) -> Machine:
-        before = machine.gemm[self.dtype]
-        gemm = min(machine.peak[self.dtype], before / ratio)
-        timed = tuple(
-            replace(one, seconds=one.seconds * ratio) if one.dtype == self.dtype else one for one in machine.measured
-        )
-        attention = machine.attention
-        if self.judged_attention:  # it is a fraction of gemm: the speed of its kernel stays
-            attention = min(1.0, attention * before / gemm)
-        rates = {**machine.gemm, self.dtype: gemm}
-        return self._renamed(machine, gemm=rates, measured=timed, attention=attention)
+        slower = with_slower_products(machine, self.dtype, ratio)
+        if not self.judged_attention:
+            slower = replace(slower, attention=machine.attention)
+        return self._renamed(slower)
 
-    def _kernels(self, machine: Machine, now: float, alone: _Alone) -> Machine:
+    def _kernels(self, machine: Machine, now: float, alone: WorkSeconds) -> Machine:
         kernels, traffic = alone.fused + alone.plain, machine.traffic.get(self.kernel_mode, 1.0)
         missing = (self.measured.kernels - now) * kernels / now  # of kernels that run alone
         if alone.fused > 0:
@@ -382,7 +295,7 @@ class _Corrector:
         bandwidth = machine.memory_bandwidth / _stride(self.measured.kernels / now)
         return self._renamed(machine, memory_bandwidth=bandwidth)
 
-    def _links(self, machine: Machine, now: StepParts, alone: _Alone) -> Machine:
+    def _links(self, machine: Machine, now: StepParts, alone: WorkSeconds) -> Machine:
         """Change the links of the axes that are off; axes that share a link are judged together."""
         sharing: defaultdict[str, list[str]] = defaultdict(list)
         for axis in self.measured.link:

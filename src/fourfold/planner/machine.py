@@ -701,6 +701,17 @@ class Seconds:
         return self.kernel(self.traffic * nbytes)
 
 
+def with_slower_products(machine: Machine, dtype: str, ratio: float) -> Machine:
+    """Return the machine whose products in a dtype take `ratio` times as long, but not less than at its peak.
+
+    Attention, whose speed is a fraction of theirs, takes as long as before.
+    """
+    gemm = min(machine.peak[dtype], machine.gemm[dtype] / ratio)
+    timed = tuple(replace(one, seconds=one.seconds * ratio) if one.dtype == dtype else one for one in machine.measured)
+    attention = min(1.0, machine.attention * machine.gemm[dtype] / gemm)
+    return replace(machine, gemm={**machine.gemm, dtype: gemm}, measured=timed, attention=attention)
+
+
 def with_host(machine: Machine, seconds: Any) -> Any:
     """Add the host's overhead to the seconds of a piece of work; a number, or a tensor of numbers."""
     return seconds + machine.overhead if machine.device == "cpu" else _larger(seconds, machine.overhead)

@@ -10,7 +10,6 @@ signals       Ctrl-C and SIGTERM: how they end a process, and how all ranks stop
 loop          one run on one rank: build, resume, train, evaluate, end
 guard         bad numbers in steps; ranks that are stuck, dead or slow
 checkpoints   when a run is saved, from where it resumes, how it rolls back
-step_parts    the parts of a traced step: products, attention, kernels, messages
 metrics       metrics of every step; a profile of some steps
 run_folder    the files of a run, their sinks, and the lock
 progress      what people read: the terminal, log.txt, the log of each rank

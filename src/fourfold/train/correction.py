@@ -26,11 +26,11 @@ from fourfold.planner.correct import Correction, correct, faster_plan
 from fourfold.planner.machine import to_toml
 from fourfold.planner.price import Candidate, PipePrice, Price
 from fourfold.planner.search import CHOSEN_FIELDS
+from fourfold.planner.step_parts import TracedParts, combine
 from fourfold.report.units import duration
 from fourfold.train.config import TrainConfig
 from fourfold.train.planning import UNSTEADY
 from fourfold.train.run_folder import MACHINE, RunEvent
-from fourfold.train.step_parts import TracedParts, combine
 
 TRACED = 2
 """Steps that are traced to measure their parts: the mean of two, and a third would cost more than it tells."""

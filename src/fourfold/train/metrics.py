@@ -9,8 +9,8 @@ On a GPU it never makes the host wait: CUDA events mark the ends of a step, and 
 launched the next step.
 
 `StepProfiler` traces the steps that `--profile` names, or a few steps of a run that has a prediction. From the trace it
-measures the parts of a step (step_parts.py). For `--profile` it writes a Chrome trace from every rank and a summary of
-the communication:
+measures the parts of a step (planner/step_parts.py). For `--profile` it writes a Chrome trace from every rank and a
+summary of the communication:
 
     profile/rank-R.json    the trace of rank R; ui.perfetto.dev opens it
     profile/summary.json   by axis, seconds per step on the link and exposed seconds
@@ -25,7 +25,6 @@ to arrival, and adds up collectives that are in flight at the same time.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 import time
@@ -38,17 +37,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import record_function
 
 from fourfold.atomic import replacing, write_json
 from fourfold.axes import AXES, PIPE
 from fourfold.grid import Grid
 from fourfold.ledger import Flight
 from fourfold.planner.machine import PEAK_FLOPS
-from fourfold.planner.transformer import Flops
-from fourfold.train.console import logger
-from fourfold.train.run_folder import RunEvent, strict
-from fourfold.train.step_parts import (
+from fourfold.planner.step_parts import (
     LAUNCH,
     STEP,
     HostSpans,
@@ -60,7 +56,11 @@ from fourfold.train.step_parts import (
     events_of,
     flight_seconds,
     host_parts,
+    new_profiler,
 )
+from fourfold.planner.transformer import Flops
+from fourfold.train.console import logger
+from fourfold.train.run_folder import RunEvent, strict
 
 Timestamp = float | torch.cuda.Event
 
@@ -69,8 +69,6 @@ PEAK_SECONDS = 0.2
 ON_GPU = "kernels in the trace; those of one axis at the same time count once"
 ON_CPU = "from launch to arrival by the host's clock, added up"
 """The definitions of seconds on a link, as the summary states them."""
-QUIET = "6"
-"""The log level at which torch's profiler does not write to stderr when it starts and stops."""
 
 
 # Metrics of every step
@@ -209,9 +207,7 @@ class StepProfiler:
         def start() -> None:
             if self.keep:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
-            gpu = [ProfilerActivity.CUDA] if self.on_gpu else []
-            profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *gpu])
+            profiler = new_profiler(on_gpu=self.on_gpu)
             self._finish_work()
             profiler.start()
             self._profiler = profiler

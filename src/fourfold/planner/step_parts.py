@@ -1,27 +1,129 @@
-"""The parts of a traced step: seconds of products, attention, other kernels, and messages by axis.
+"""The parts of a step: seconds of products, attention, other kernels, and messages by axis.
 
-On a GPU they are the kernels of the trace. A kernel belongs to the step, and to the collective, during which the host
-launched it. On the CPU they are torch's operators, each without the operators that it calls, and the ledger times
-messages. What is left of a step that was not traced is the host's: tracing slows the host down.
+A program has its parts by the machine's constants (`work_seconds`). A trace has those that were measured. On a GPU they
+are the kernels of the trace. A kernel belongs to the step, and to the collective, during which the host launched it. On
+the CPU they are torch's operators, each without the operators that it calls, and the ledger times messages. What is
+left of a step that was not traced is the host's: tracing slows the host down.
 
 Names of kernels and operators are recognised here alone.
 """
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from fourfold.axes import AXES, PIPE
-from fourfold.ledger import Flight, Op
-from fourfold.planner.correct import ATTENTION, HOST_PART, KERNELS, PRODUCTS, StepParts
-from fourfold.planner.program import lane_of
+from fourfold.ledger import Collective, Flight, Op
+from fourfold.planner.machine import Seconds
+from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Work, lane_of
+
+PRODUCTS, ATTENTION, KERNELS, HOST_PART = "products", "attention", "kernels", "host"
+"""The names of the parts that are no axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Seconds of a step on one rank, as they were predicted or measured."""
+
+    seconds: float
+    products: float
+    attention: float
+    kernels: float
+    """Seconds of all other kernels: norms, activations, losses, casts, copies, the optimizer."""
+    host: float
+    """Seconds that the device waited because the host was late. On the CPU, which computes itself, the host's own
+    work."""
+    link: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that messages of each axis were under way; an axis that was not measured is missing."""
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that computation waited for messages of each axis."""
+
+    def named(self) -> dict[str, float]:
+        """Return the seconds by the name of the part, as tables show them."""
+        found = {PRODUCTS: self.products, ATTENTION: self.attention, KERNELS: self.kernels, HOST_PART: self.host}
+        return found | {f"messages over {axis}": seconds for axis, seconds in self.link.items()}
+
+
+class WorkPiece(NamedTuple):
+    """A piece of work without its name, so that equal ones are counted together."""
+
+    kind: str
+    """`products`, `attention`, `fused`, `plain`, or the op of a collective."""
+    sizes: tuple[int, ...]
+    axis: str = ""
+
+
+StepWork = Counter[WorkPiece]
+"""How often each piece of work occurs in a step; it does not depend on the machine."""
+
+
+def pieces(work: Iterable[Work]) -> StepWork:
+    """Count the pieces of a program."""
+    found: StepWork = Counter()
+    for item in work:
+        if isinstance(item, MatmulOp):
+            found[WorkPiece(PRODUCTS, (item.m, item.k, item.n))] += 1
+        elif isinstance(item, AttentionOp):
+            found[WorkPiece(ATTENTION, (item.flops, item.nbytes))] += 1
+        elif isinstance(item, ElementwiseOp):
+            found[WorkPiece("fused" if item.fused else "plain", (item.nbytes,))] += 1
+        elif isinstance(item, LaunchOp):
+            found[WorkPiece(item.record.op, (item.record.nbytes, item.record.ranks), item.record.axis)] += 1
+    return found
+
+
+class WorkSeconds(NamedTuple):
+    """Seconds of a step's work, each piece of it by itself."""
+
+    products: float
+    attention: float
+    fused: float
+    plain: float
+    host: float
+    fixed: Mapping[str, float]
+    """Seconds of latency of the messages of each axis."""
+    moving: Mapping[str, float]
+    """Seconds of the messages of each axis on the link."""
+
+
+def work_seconds(seconds: Seconds, dtype: str, work: StepWork) -> WorkSeconds:
+    """Return the seconds of a step's work on a machine, each piece of it by itself."""
+    on_cpu = seconds.machine.device == "cpu"
+    own = seconds.machine.overhead if on_cpu else 0.0  # there the host's seconds are part of every piece of work
+    spent: defaultdict[str, float] = defaultdict(float)
+    fixed: defaultdict[str, float] = defaultdict(float)
+    moving: defaultdict[str, float] = defaultdict(float)
+    host = seconds.host.step if on_cpu else 0.0
+    for (kind, sizes, axis), number in work.items():
+        if axis:
+            op: Op = kind  # type: ignore[assignment]
+            nbytes, ranks = sizes
+            cost = seconds.transfer(Collective(op, axis, nbytes, ranks))
+            host += number * cost.host
+            fixed[axis] += number * cost.fixed
+            moving[axis] += number * cost.moving
+            continue
+        price_of: dict[str, Callable[..., float]] = {
+            PRODUCTS: lambda m, k, n: seconds.product(m, k, n, dtype),
+            ATTENTION: lambda flops, nbytes: seconds.attention(flops, nbytes, dtype),
+            "fused": seconds.fused,
+            "plain": seconds.kernel,
+        }
+        spent[kind] += number * (price_of[kind](*sizes) - own)
+        host += number * own
+    return WorkSeconds(spent[PRODUCTS], spent[ATTENTION], spent["fused"], spent["plain"], host, fixed, moving)
+
+
+# --- a trace
 
 Interval = tuple[float, float]
 """Begin and end, in any unit of time."""
@@ -78,6 +180,17 @@ class TracedParts:
     """Seconds of a traced step."""
     spans: dict[str, float] = field(default_factory=dict)
     """On the CPU the number of spans of each kind in a step, and of the host's under "": each took time to write."""
+
+
+def new_profiler(*, on_gpu: bool) -> torch.profiler.profile:
+    """Return a profiler that traces what the host and its device do, and writes nothing to stderr meanwhile."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
+    gpu = [ProfilerActivity.CUDA] if on_gpu else []
+    return torch.profiler.profile(activities=[ProfilerActivity.CPU, *gpu])
+
+
+QUIET = "6"
+"""The log level at which torch's profiler does not write to stderr when it starts and stops."""
 
 
 def events_of(profiler: torch.profiler.profile) -> list[TraceEvent]:
