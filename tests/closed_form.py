@@ -50,10 +50,11 @@ class ClosedForm:
     """The index of the half of the rows; the first half also has the messages that all halves send together."""
 
     def halves(self) -> list[dict[str, int]]:
-        """The rows of each half of a micro-step."""
-        chosen = halves_of(self.config, self.shape, self.policy, self.rows, self.seq, self.compute_itemsize)
-        parts = (len(chunk(self.rows, chosen.number, index)) for index in range(chosen.number))
-        return [{"rows": rows, "half": index} for index, rows in enumerate(parts)]
+        """The rows of each half of a micro-step, or its tokens of a single row."""
+        sizes = self.rows, self.seq, self.compute_itemsize
+        number = halves_of(self.config, self.shape, self.policy, *sizes, packed=False).number
+        cut, whole = ("rows", self.rows) if number <= self.rows else ("seq", self.seq)
+        return [{cut: len(chunk(whole, number, index)), "half": index} for index in range(number)]
 
     @cached_property
     def coords(self) -> dict[str, int]:

@@ -21,6 +21,7 @@ from fourfold.shape import shapes_of
 DEFAULT = ""
 KEPT = "kept weights"
 REGATHER = "regather"
+CUT = "cut row"
 REPLICATED = "replicated"
 MEGATRON = "Megatron's generalised TP"
 OFF = "off"
@@ -48,6 +49,8 @@ WORKLOADS = {
     "deep": Workload("deep", _llama(4, 4096, 11008), 8, torch.bfloat16),
     # 2.1 B parameters, computation and communication are comparable
     "wide": Workload("wide", _llama(2, 8192, 22016), 16, torch.bfloat16),
+    # a single row
+    "long": Workload("long", replace(_llama(2, 4096, 11008), seq=16384), 1, torch.bfloat16),
     # small kernels and small messages: the host decides
     "gpt-125m": Workload("gpt-125m", ff.models.config("gpt-125m"), 8, torch.bfloat16),
     # smoke tests for gloo ranks on the CPU; the vocabulary of the second divides by nothing, and its head is tied
@@ -66,7 +69,7 @@ def lines_of(world: int, workload: Workload, modes: Sequence[Mode] = ("eager",),
     for mode in modes:
         if mode in PEER_MODES:
             found += [replace(line, mode=mode) for line in (*_peers(world), *_pipelines(world))]
-        found += [_in_mode(line, mode) for line in _fourfold(world)]
+        found += [_in_mode(line, mode) for line in (*_fourfold(world), *_cut_rows(world, workload.rows))]
         if mode in PEER_MODES:
             found += [_in_mode(line, mode) for line in _fourfold_pipelines(world)]
     if every:
@@ -131,6 +134,13 @@ def _fourfold(world: int) -> Iterator[Line]:
         yield Line("fourfold", shape, DEFAULT, BASE, bounded=True)
         if shape.z > 1:
             yield Line("fourfold", shape, KEPT, replace(BASE, keep_weights=True), bounded=True)
+
+
+def _cut_rows(world: int, rows: int) -> Iterator[Line]:
+    """Yield lines that cut the only row of a place into halves, where x sends messages for them to hide."""
+    for shape in dict.fromkeys(line.shape for line in _peers(world)):
+        if shape.x > 1 and shape.z * shape.data == rows:
+            yield Line("fourfold", shape, CUT, replace(BASE, overlap=ff.Overlap(halves=2)))
 
 
 def _other_grids(world: int) -> Iterator[Line]:

@@ -32,7 +32,8 @@ class Overlap:
     """In backward compute a weight gradient while the collective that the input gradient needs is in flight."""
     halves: int | None = None
     """Number of parts, 1 or 2, of the local batch that take turns, so that the collectives of one over x and y overlap
-    with the products of the other. By default 2 if that pays off, else 1."""
+    with the products of the other. By default 2 if there are two rows and that pays off, else 1. With 2, a single row
+    is cut as well: attention of its second half also reads the keys of the first."""
     reduce_early: bool = True
     """Sum gradients over data as soon as they are final, and with a sharded optimizer gather the stepped parameters
     behind the next forward. Reading such a parameter waits for it; tensors taken from it before the step do not."""
@@ -91,12 +92,18 @@ WORTH_HIDING_NBYTES = 1 << 20
 """If the message of half a batch is smaller than this, latency dominates, and two messages would pay it twice."""
 
 
-def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
-    """Decide the number of halves for `rows` rows whose messages over x or y have up to `nbytes` bytes."""
-    if rows < 2:
-        return Halves(1, f"{rows} row cannot be cut")
-    if policy.halves is not None:
-        return Halves(policy.halves, f"the policy says halves={policy.halves}")
+def choose_halves(policy: Policy, rows: int, nbytes: int, whole: str) -> Halves:
+    """Decide the number of halves for `rows` rows whose messages over x or y have up to `nbytes` bytes.
+
+    `whole` says why a model cannot cut a single row; it is empty if it can.
+    """
+    asked = policy.overlap.halves
+    if policy.recompute == "attention":
+        whole = whole or "recompute=attention runs the attention of a half again by itself"
+    if rows < 2 and (whole or asked is None):
+        return Halves(1, f"{rows} row is not cut: {whole or 'only if the policy says halves=2'}")
+    if asked is not None:
+        return Halves(asked, f"the policy says halves={asked}")
     if nbytes == 0:
         return Halves(1, "nothing is sent over x or y")
     if nbytes // 2 < WORTH_HIDING_NBYTES:

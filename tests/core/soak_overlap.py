@@ -39,13 +39,13 @@ def main() -> int:
     cases = [(shape, name) for shape in (*shapes_of(4), *OF_EIGHT) for name in ("gpt", "llama")]
     pools = {world: Ranks(world) for world in (4, 8)}
     for shape, name in cases:
-        policy, halves, micro_steps = policies(draw), draw.choice([1, 2]), draw.choice([1, 2])
+        policy, halves, micro_steps, rows = policies(draw), *(draw.choice([1, 2]) for _ in range(3))
         found = pools[shape.world].run(
-            differences, shape, name, policy, halves, micro_steps, STEPS, all_overlaps(halves), timeout=1200
+            differences, shape, name, policy, halves, micro_steps, STEPS, all_overlaps(halves), rows, timeout=1200
         )
         wrong = sorted({overlap for rank in found for overlap in rank})
         failed += bool(wrong)
-        print(f"{shape} {name} halves={halves} micro_steps={micro_steps} {policy}: {wrong or 'equal'}", flush=True)
+        print(f"{shape} {name} {halves=} {micro_steps=} {rows=} {policy}: {wrong or 'equal'}", flush=True)
     for pool in pools.values():
         pool.close()
     print(f"{len(cases)} cases of {len(all_overlaps(2))} policies: {failed} failed, {time.monotonic() - began:.0f} s")

@@ -19,8 +19,9 @@ from fourfold.comm import Pending
 from fourfold.engine import DeferredReductions
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Event
+from fourfold.models.config import halves_of
 from fourfold.params import LazyTensor, local_of
-from fourfold.policy import WORTH_HIDING_NBYTES, Overlap, Policy, choose_halves
+from fourfold.policy import WORTH_HIDING_NBYTES, Halves, Overlap, Policy, choose_halves
 from harness import RankFailed, Ranks, grid_of
 from share import others_slow, share
 
@@ -39,8 +40,10 @@ def all_overlaps(halves: int) -> list[Overlap]:
     return [on, replace(on, joint_bytes=0), replace(on, bytes_in_flight=1), *alone]
 
 
-def train(shape: Shape, name: str, policy: Policy, steps: int, micro_steps: int = 1) -> list[torch.Tensor]:
-    """The losses of all steps, and this rank's gradients and parameters after the last."""
+def train(
+    shape: Shape, name: str, policy: Policy, steps: int, micro_steps: int = 1, rows: int = 2
+) -> list[torch.Tensor]:
+    """The losses of all steps, and this rank's gradients and parameters after the last; `rows` are those of a place."""
     grid = grid_of(shape)
     model = ff.models.build(CONFIGS[name], grid, policy=policy, seed=3, dtype=torch.float64)
     optimizer = ff.optim.AdamW(model, lr=1e-2)
@@ -49,16 +52,16 @@ def train(shape: Shape, name: str, policy: Policy, steps: int, micro_steps: int 
     for step in range(steps):
         model.clock.begin_step(step)
         optimizer.zero_grad()
-        whole = torch.randint(48, (micro_steps, 2 * grid.size("z") * grid.size("data"), 9), generator=draw)
+        whole = torch.randint(48, (micro_steps, rows * grid.size("z") * grid.size("data"), 10), generator=draw)
         count = whole[:, :, 1:].numel()
-        for micro, rows in enumerate(whole):
-            rows = ff.local_rows(rows, grid)
+        for micro, batch in enumerate(whole):
+            own = ff.local_rows(batch, grid)
             if micro < micro_steps - 1:
                 with ff.accumulate(model):
-                    loss = model(rows[:, :-1], rows[:, 1:], count=count)
+                    loss = model(own[:, :-1], own[:, 1:], count=count)
                     loss.backward()
             else:
-                loss = model(rows[:, :-1], rows[:, 1:], count=count)
+                loss = model(own[:, :-1], own[:, 1:], count=count)
                 loss.backward()
             losses.append(loss.detach())
         gradients = [local_of(p.grad).clone() for p in model.parameters()]
@@ -67,13 +70,20 @@ def train(shape: Shape, name: str, policy: Policy, steps: int, micro_steps: int 
 
 
 def differences(
-    shape: Shape, name: str, policy: Policy, halves: int, micro_steps: int, steps: int, overlaps: list[Overlap]
+    shape: Shape,
+    name: str,
+    policy: Policy,
+    halves: int,
+    micro_steps: int,
+    steps: int,
+    overlaps: list[Overlap],
+    rows: int,
 ) -> list[str]:
     """The overlap policies under which a bit differs from the first one's."""
     expected: list[torch.Tensor] = []
     found = []
     for overlap in (Overlap.off(halves=halves), *overlaps):
-        values = train(shape, name, replace(policy, overlap=overlap), steps, micro_steps)
+        values = train(shape, name, replace(policy, overlap=overlap), steps, micro_steps, rows)
         expected = expected or values
         if not all(torch.equal(a, b) for a, b in zip(values, expected, strict=True)):
             found.append(str(overlap))
@@ -81,33 +91,35 @@ def differences(
 
 
 @pytest.mark.parametrize(
-    ("shape", "name", "options", "micro_steps"),
+    ("shape", "name", "options", "micro_steps", "rows"),
     share(
         [
-            (Shape(x=2, z=2), "gpt", {"recompute": "block"}, 1),
+            (Shape(x=2, z=2), "gpt", {"recompute": "block"}, 1, 2),
             (
                 Shape(x=2, data=2),
                 "llama",
                 {"shard_optimizer": True, "recompute": "block", "activations": "replicated"},
                 1,
+                2,
             ),
-            (Shape(z=2, data=2), "gpt", {"shard_optimizer": True, "bucket_bytes": 4000}, 2),
+            (Shape(z=2, data=2), "gpt", {"shard_optimizer": True, "bucket_bytes": 4000}, 2, 2),
+            (Shape(x=2, z=2), "llama", {}, 1, 1),
         ],
-        3,
+        4,
     ),
     ids=str,
 )
-def test_overlap_does_not_change_a_bit(ranks, shape, name, options, micro_steps) -> None:
+def test_overlap_does_not_change_a_bit(ranks, shape, name, options, micro_steps, rows) -> None:
     """Every policy on every grid, for 20 steps, in `make soak`."""
     halves = 2 if shape.x * shape.y > 1 else 1
     overlaps = all_overlaps(halves)[:2]
-    found = ranks(4).run(differences, shape, name, Policy(**options), halves, micro_steps, 2, overlaps)
+    found = ranks(4).run(differences, shape, name, Policy(**options), halves, micro_steps, 2, overlaps, rows)
     assert found == [[]] * 4
 
 
-def in_halves(shape: Shape, name: str, options: dict) -> float:
+def in_halves(shape: Shape, name: str, options: dict, rows: int = 2) -> float:
     """How far two halves are from one: losses, gradients, parameters; each against the largest value of its kind."""
-    one, two = (train(shape, name, Policy(**options, overlap=Overlap(halves=h)), steps=2) for h in (1, 2))
+    one, two = (train(shape, name, Policy(**options, overlap=Overlap(halves=h)), 2, rows=rows) for h in (1, 2))
     scale = max(a.abs().max().item() for a in one[1:])
     worst = ((one[0] - two[0]).abs().max() / one[0].abs().max()).item()
     return max(worst, *((a - b).abs().max().item() / scale for a, b in zip(one[1:], two[1:], strict=True) if len(a)))
@@ -126,16 +138,69 @@ def test_two_halves_agree_with_one(ranks, shape, name, options) -> None:
     assert max(ranks(4).run(in_halves, shape, name, options)) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("shape", "name", "options"),
+    [
+        (Shape(x=2, z=2), "llama", {"recompute": "block", "mlp_chunk": 2}),
+        (Shape(x=2, y=2), "gpt", {"loss_chunk": 4, "keep_gathered": True}),
+        (Shape(x=4), "llama", {"activations": "replicated", "loss_chunk": 2}),
+        (Shape(x=2, pipe=2), "llama", {"recompute": "block", "schedule": "zb-h1"}),
+        pytest.param(Shape(y=4), "llama", {"recompute": "block", "offload": True}, marks=pytest.mark.slow),
+        pytest.param(Shape(y=2, pipe=2), "gpt", {}, marks=pytest.mark.slow),
+        pytest.param(Shape(x=2, data=2), "gpt", {"recompute": "block"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_halves_of_one_row_agree_with_all_of_it(ranks, shape, name, options) -> None:
+    """Nine tokens, of which x and y divide neither half."""
+    assert max(ranks(4).run(in_halves, shape, name, options, 1)) < 1e-12
+
+
+def logits_of_a_row() -> float:
+    """How far the logits of a row that is cut are from those of a whole one, in evaluation."""
+    tokens, alone = torch.arange(9)[None], Grid.alone(torch.device("cpu"))
+    policies = [Policy(overlap=Overlap(halves=halves)) for halves in (1, 2)]
+    whole, cut = (
+        ff.models.build(CONFIGS["llama"], alone, policy=policy, dtype=torch.float64).eval() for policy in policies
+    )
+    with torch.no_grad():
+        return (whole(tokens) - cut(tokens)).abs().max().item()
+
+
+def test_logits_of_a_row_that_is_cut_are_those_of_the_row(ranks) -> None:
+    assert ranks(1).run(logits_of_a_row) == [pytest.approx(0, abs=1e-14)]
+
+
+def test_a_row_is_cut_only_on_request_and_where_its_halves_can_be_told_apart() -> None:
+    def halves(
+        rows: int = 1, seq: int = 8, shape: Shape = Shape(x=2), packed: bool = False, **options: object
+    ) -> Halves:
+        model = {key: options.pop(key) for key in ("dropout",) if key in options}
+        policy = Policy(**{"overlap": Overlap(halves=2), **options})  # type: ignore[arg-type]
+        return halves_of(replace(CONFIGS["gpt"], **model), shape, policy, rows, seq, 4, packed=packed)
+
+    assert halves().number == 2
+    for reason, options in {
+        "only if the policy says halves=2": dict(overlap=Overlap()),
+        "it has one token": dict(seq=1),
+        "places share it": dict(shape=Shape(x=2, z=2, context=2)),
+        "it has packed documents": dict(packed=True),
+        "attention drops weights, whose mask is that of whole rows": dict(dropout=0.1),
+        "recompute=attention runs the attention of a half again by itself": dict(recompute="attention"),
+    }.items():
+        assert halves(**options) == (1, f"1 row is not cut: {reason}")
+        assert "overlap" in options or halves(**options, rows=2).number == 2
+
+
 def test_halves_are_chosen_where_messages_are_worth_hiding() -> None:
     large = 2 * WORTH_HIDING_NBYTES
-    assert choose_halves(Overlap(), 8, large).number == 2
-    assert choose_halves(Overlap(), 8, large - 2) == (
+    assert choose_halves(Policy(), 8, large, "").number == 2
+    assert choose_halves(Policy(), 8, large - 2, "") == (
         1,
         f"messages over x or y of at most {large - 2} bytes are too small to be cut",
     )
-    assert choose_halves(Overlap(), 8, 0).reason == "nothing is sent over x or y"
-    assert choose_halves(Overlap(halves=2), 1, large) == (1, "1 row cannot be cut")
-    assert choose_halves(Overlap(halves=2), 2, 0).number == 2
+    assert choose_halves(Policy(), 8, 0, "").reason == "nothing is sent over x or y"
+    assert choose_halves(Policy(overlap=Overlap(halves=2)), 2, 0, "").number == 2
 
 
 # --- each mechanism, from the order of launches, waits and products

@@ -33,10 +33,12 @@ def main() -> None:
         collectives = compare(case)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         print(f"{name} on {case.shape.world} ranks: {collectives} collectives, {seconds:.1f} s ({cpu:.1f} s of a core)")
-    programs = [*test_program.cases(), *test_program.context_cases()]
+    programs, cut = [*test_program.cases(), *test_program.context_cases()], test_program.cut_cases()
     for case in programs:
         test_program.compare(*case)
-    print(f"{len(programs)} programs are what the code does")
+    for case in cut:
+        test_program.compare(*case, rows=1)
+    print(f"{len(programs) + len(cut)} programs are what the code does")
     for case, found in zip(test_memory.CASES, dry_peaks(test_memory.CASES), strict=True):
         test_memory.compare(case, found)
     print(f"{len(test_memory.CASES)} peaks of memory are those of the dry run")

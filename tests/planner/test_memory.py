@@ -183,6 +183,14 @@ CASES = [
     ),
     Case(LONG, Shape(z=4, context=4), replace(BLOCK, context_way="gather"), 8, 8192),
     Case(DEEP, Shape(x=2, z=2, context=2), replace(CHUNKED, context_way="gather", keep_gathered=True), 2, 2048),
+    # a row that is cut into halves
+    Case(LLAMA, Shape(x=4), replace(CHUNKED, overlap=Overlap(halves=2)), 1, 16384),
+    *(
+        Case(GPT, shape, replace(CHUNKED, overlap=Overlap(halves=2)), 1, 2048)
+        for shape in (Shape(x=4), Shape(x=2, y=2))
+    ),
+    Case(DEEPER, Shape(x=2, z=2), replace(BLOCK, overlap=Overlap(halves=2)), 1, 16384),
+    Case(LONG, Shape(x=2), replace(BLOCK, overlap=Overlap(halves=2)), 1, 8191),
     # tokens that go to the table
     *(Case(GPT, shape, bf16(even_tokens=True), 2, 1024) for shape in (Shape(z=8), Shape(x=2, z=4))),
     Case(LLAMA, Shape(x=2, z=4), replace(BLOCK, even_tokens=True), 4, 2048),

@@ -152,6 +152,16 @@ def test_program_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, in
     alone(compare, *case)
 
 
+def cut_cases() -> list[tuple[str, Shape, Policy, int]]:
+    """Those of all cases in which the halves are those of one row."""
+    return [case for case in cases() if case[2].overlap.halves == 2 and case[2].recompute != "attention"]
+
+
+@pytest.mark.parametrize("case", cut_cases()[:4], ids=lambda case: f"{case[0]} {case[1]}")
+def test_program_of_a_row_that_is_cut_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, int]) -> None:
+    alone(compare, *case, rows=1)
+
+
 DOCUMENTS = 9, 7, 16, 1, 1, 1, 13, 3, 3, 10
 """The lengths of documents in four rows."""
 
@@ -189,10 +199,13 @@ def test_the_largest_half_decides_how_all_halves_look_up_their_tokens(alone) -> 
 def test_program_launches_the_closed_form() -> None:
     """The launches equal the formulas on every rank, also on those that hold less than rank 0: one by one, or in bytes
     where small messages travel together."""
-    for name, shape, policy, micro_steps in share(cases(), 10):
+    for (name, shape, policy, micro_steps), rows in [
+        *((case, ROWS) for case in share(cases(), 10)),
+        *((case, 1) for case in share(cut_cases(), 5)),
+    ]:
         apart = replace(policy, overlap=replace(policy.overlap, joint_bytes=0))
         for rank in {0, shape.world // 2, shape.world - 1}:
-            arguments = ROWS, SEQ, torch.float32, rank
+            arguments = rows, SEQ, torch.float32, rank
             closed = ClosedForm(MODELS[name], shape, policy, *arguments)
             expected = [*closed.training_step(micro_steps=micro_steps, clip=True), *closed.optimizer_step()]
             alone, joint = (

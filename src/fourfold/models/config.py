@@ -178,12 +178,29 @@ def require_fields(names: Iterable[str], where: str = "") -> None:
             raise ValueError(f"{where}a model has no {name!r}{near}; it has {', '.join(MODEL_FIELDS)}")
 
 
-def halves_of(config: ModelConfig, shape: Shape, policy: Policy, rows: int, seq: int, itemsize: int) -> Halves:
+def halves_of(
+    config: ModelConfig, shape: Shape, policy: Policy, rows: int, seq: int, itemsize: int, *, packed: bool
+) -> Halves:
     """Return into how many interleaved parts the rows of a place are cut, and why.
 
-    The largest message of a layer that a second part could hide decides: activations over x or over y.
+    The largest message of a layer that a second part could hide decides: activations over x or over y. `packed` rows
+    have several documents each.
     """
     over_x = config.hidden // shape.y if shape.x > 1 else 0
     over_y = config.mlp_hidden // shape.x if shape.y > 1 else 0
     tokens = rows * seq // shape.context
-    return choose_halves(policy.overlap, rows, tokens * max(over_x, over_y) * itemsize)
+    whole = _why_whole(config, shape, seq, packed)
+    return choose_halves(policy, rows, tokens * max(over_x, over_y) * itemsize, whole)
+
+
+def _why_whole(config: ModelConfig, shape: Shape, seq: int, packed: bool) -> str:
+    """Return why a single row cannot be cut into halves; empty if it can."""
+    if seq < 2:
+        return "it has one token"
+    if shape.context > 1:
+        return "places share it"
+    if packed:
+        return "it has packed documents"
+    if config.dropout_of_attention:
+        return "attention drops weights, whose mask is that of whole rows"
+    return ""

@@ -31,7 +31,7 @@ from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Init
 from fourfold.models.compiled_block import BlockWeights, CompiledBlock, can_run_whole
 from fourfold.models.config import ModelConfig, config, halves_of, unit_of
-from fourfold.nn.attention import Attention, Batch, cut_documents, document_positions, positions_on_device
+from fourfold.nn.attention import Attention, Batch, CutRow, cut_documents, document_positions, positions_on_device
 from fourfold.nn.embedding import Embedding, Head, Positions, uneven_tokens
 from fourfold.nn.layer import Dropout, Layer, assemble, recompute
 from fourfold.nn.linear import MLP, Contract, Expand
@@ -434,15 +434,17 @@ class Transformer(Layer):
         cuts = self.grid.size("x") if self.policy.activations == "sharded" else 1
         return -(-half.batch.tokens // cuts)
 
-    def halves(self, rows: int, seq: int) -> Halves:
-        """Return into how many halves the rows of a place are cut, and why."""
-        return halves_of(self.config, self.grid.shape, self.policy, rows, seq, self.compute.itemsize)
+    def halves(self, rows: int, seq: int, *, packed: bool = False) -> Halves:
+        """Return into how many halves the rows of a place are cut, and why; `packed` rows have several documents."""
+        return halves_of(self.config, self.grid.shape, self.policy, rows, seq, self.compute.itemsize, packed=packed)
 
     def cut_rows(
         self, rows: int, seq: int, documents: Sequence[int] | None = None
     ) -> list[tuple[int, Sequence[int] | None]]:
-        """Return the rows of each half of a place's batch, with the lengths of its documents where they are known."""
-        parts = [len(part) for part in torch.arange(rows, device="cpu").chunk(self.halves(rows, seq).number)]
+        """Return the rows of each half of a batch that is packed or shared by places, with the lengths of its documents
+        where they are known."""
+        number = self.halves(rows, seq, packed=True).number
+        parts = [len(part) for part in torch.arange(rows, device="cpu").chunk(number)]
         return list(zip(parts, _documents_of(documents, [part * seq for part in parts]), strict=True))
 
     @property
@@ -468,7 +470,9 @@ class Transformer(Layer):
         ignore_index: int,
     ) -> list[Half]:
         """Return the halves of a batch; `most` is the number of packed documents where their lengths are not known."""
-        number = self.halves(*tokens.shape).number
+        number = self.halves(*tokens.shape, packed=positions is not None).number
+        if number > len(tokens):
+            return self._cut_row(tokens, targets)
         rows = tokens.chunk(number)
         aims = (tokens[:, :0] if targets is None else targets).chunk(number)
         places = [None] * number if positions is None else positions.chunk(number)
@@ -485,6 +489,20 @@ class Transformer(Layer):
                 for ids, aim, where, known in halves
             ]
         return [Half(*half, found[0][0].numel()) for half in found]
+
+    def _cut_row(self, tokens: Tensor, targets: Tensor | None) -> list[Half]:
+        """Return the two halves of a single row."""
+        _, seq = tokens.shape
+        ids, places = (part.chunk(2, dim=1) for part in (tokens, torch.arange(seq, device=tokens.device)[None]))
+        aims = [tokens[:, :0]] * 2 if targets is None else targets.chunk(2, dim=1)
+        sizes = [part.shape[1] for part in ids]
+        tables, cut = self._rope(seq, None, tokens.device), CutRow(*sizes)
+        ropes = [None] * 2 if tables is None else list(zip(*(table.split(sizes) for table in tables), strict=True))
+        batches = [
+            Batch(1, own, where, rope=rope, cut=cut, half=half)
+            for half, (own, where, rope) in enumerate(zip(sizes, places, ropes, strict=True))
+        ]
+        return [Half(*half, sizes[0]) for half in zip(ids, aims, batches, strict=True)]
 
     def _rope(self, seq: int, positions: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
         if self.config.positions != "rope":
@@ -626,7 +644,8 @@ class Transformer(Layer):
                 even = equal_along(tokens.numel() if _is_batch(tokens) else 0, self.grid, (GATHERED,))
                 if not equal_along(int(even), self.grid, CUTS) or not even:  # all ranks raise, or none
                     raise ValueError(fault or uneven_tokens(tokens.numel()))
-            halves = self.halves(*tokens.shape).number if tokens.dim() == 2 else 1
+            packed = positions is not None or documents is not None
+            halves = self.halves(*tokens.shape, packed=packed).number if tokens.dim() == 2 else 1
             if not equal_along(halves, self.grid, BATCH):
                 fault = fault or (
                     f"the {len(tokens)} rows of this place are cut into {halves} halves, but the rows of another place "
@@ -675,7 +694,7 @@ class Transformer(Layer):
         if border is None:
             return ""
         across = f"a document goes on from row {border - 1} to row {border} of {seq} tokens"
-        number = self.halves(rows, seq).number
+        number = self.halves(rows, seq, packed=True).number
         borders = accumulate(len(part) for part in torch.arange(rows, device="cpu").chunk(number))
         if any(row * seq not in ends for row in borders):
             return (

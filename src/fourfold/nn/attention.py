@@ -31,7 +31,7 @@ from fourfold.nn.norm import HeadNorm
 from fourfold.nn.rng import seeded
 from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
 from fourfold.policy import Policy
-from fourfold.tiles import Documents, Tiles, attend, document_lengths, document_tiles
+from fourfold.tiles import Documents, Tile, Tiles, attend, document_lengths, document_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: == of tensors is no bool
@@ -49,6 +49,10 @@ class Batch:
     place holds of the rows of its group, with their positions."""
     rope: tuple[Tensor, Tensor] | None = None
     """The tables of rotary positions (`Rope.tables`)."""
+    cut: CutRow | None = None
+    """The row of which the batch is one half, with its positions; None if the batch has whole rows."""
+    half: int = 0
+    """Which half of that row."""
 
     @classmethod
     def of(
@@ -76,7 +80,32 @@ class Batch:
     @property
     def by_rows(self) -> bool:
         """Whether attention reads whole rows; such attention can be compiled."""
-        return self.tiles is None and self.context is None
+        return self.tiles is None and self.context is None and self.cut is None
+
+
+class CutRow:
+    """A row that is cut into two halves: attention of the second one also reads the keys of the first.
+
+    Halves take turns, and the second is never ahead. So in every layer the keys of the first are there in time.
+    """
+
+    def __init__(self, first: int, second: int) -> None:
+        """The halves have so many tokens."""
+        self.tiles = Tiles([Tile(range(first), range(first))]), Tiles([Tile(range(second), range(first + second))])
+        """What the queries of each half read."""
+        for tiles in self.tiles:
+            tiles.recurring = True
+        self._keys: dict[str, tuple[Tensor, Tensor]] = {}
+        """By layer the keys and values of the first half, until the second reads them."""
+
+    def attend(self, half: int, label: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return what the queries of a half read in a layer: [tokens, heads, head_dim] each, at their positions."""
+        if half == 0:
+            self._keys[label] = k, v
+        else:
+            before = self._keys.pop(label)
+            k, v = (torch.cat(pair) for pair in zip(before, (k, v), strict=True))
+        return attend(q, k, v, self.tiles[half])
 
 
 def document_positions(lengths: Sequence[int]) -> Tensor:
@@ -226,6 +255,8 @@ class Attention(Layer):
             return self.engine.alone(self._over_context(batch, *qkv))
         q, k, v = self._heads(batch, *qkv)
         kind = self.kind._replace(grouped=q.shape[2] != k.shape[2])
+        if batch.cut is not None:
+            return batch.cut.attend(batch.half, self.label, *self._rotated(batch, q, k, v)).flatten(1)
         if batch.tiles is not None:
             return self._read_tiles(batch, batch.tiles, q, k, v)
         if self._compiled(q):

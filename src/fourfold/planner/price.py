@@ -438,7 +438,9 @@ class Task:
     captured: bool = False
     """Whether steps are recorded as CUDA graphs and replayed; on the CPU they are not."""
     documents: LengthSample | None = None
-    """The documents that are packed into rows; None if a row is one document."""
+    """The documents that are packed into rows; None if a row is one document, or if their lengths are not known."""
+    packed: bool = False
+    """Whether rows have several documents, also if their lengths are not known; a row of those is not cut."""
 
     def host_mode(self, policy: Policy, shape: Shape = Shape()) -> HostMode:
         """Return how the host gives a step to the device under this policy.
@@ -503,7 +505,8 @@ class Candidate:
                 work = plan_context(*chosen, self.rows, task.seq, shape.context, documents)[0].work
                 rank = shape.context_ranks(rank)[work.index(max(work))]
         whole = config, shape, self.policy, self.rows, task.seq
-        return LocalSizes(*whole, task.parameters, rank, documents=documents)
+        halves = 1 if task.packed and self.rows == 1 else 0  # 0: as the runtime chooses
+        return LocalSizes(*whole, task.parameters, rank, halves, documents)
 
     @property
     def played_micro_steps(self) -> int:

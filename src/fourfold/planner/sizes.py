@@ -19,7 +19,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import prod
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
@@ -120,6 +120,8 @@ class Structure:
     """The number of interleaved parts that the rows of a place are cut into, 1 or 2."""
     equal_halves: bool
     """Whether all halves have the same number of rows."""
+    cuts_row: bool
+    """Whether the halves are those of a single row, of which the second also reads the keys of the first."""
     shares_kv: bool
     """Whether ranks exchange K and V, because KV heads do not follow the cut of the queries."""
     cuts_kv_head: bool
@@ -132,7 +134,7 @@ class Structure:
     def __post_init__(self) -> None:
         config, policy, axes = self.config, self.policy, self.used_axes
         # programs are cached by it
-        kinds = axes, self.halves, self.shares_kv, self.looks_up_in_place, self.context
+        kinds = axes, self.halves, self.cuts_row, self.shares_kv, self.looks_up_in_place, self.context
         self._hash = hash((config, policy, self.dtype, *kinds))
         self.sharded = policy.activations == "sharded"
         self.over_x, self.over_y = "x" in axes, "y" in axes
@@ -275,22 +277,26 @@ class LocalSizes:
     """The number of parts of the rows that take turns; 0: as the runtime chooses."""
     documents: tuple[int, ...] | None = None
     """The lengths of packed documents, in all rows one after another; None if a row is one document."""
+    before: int = 0
+    """The tokens of the row before these, if they are its second half; attention reads their keys as well."""
 
     def __post_init__(self) -> None:
         config, shape, policy, seq = self.config, self.shape, self.policy, self.seq
         self.item = item = (policy.compute_dtype or self.dtype).itemsize  # bytes of one element of an activation
         if not self.number_of_halves:
-            self.number_of_halves = halves_of(config, shape, policy, self.rows, seq, item).number
+            packed = self.documents is not None
+            self.number_of_halves = halves_of(config, shape, policy, self.rows, seq, item, packed=packed).number
         self.coords = shape.coords(self.rank)
         x, y, sharded = shape.x, shape.y, policy.activations == "sharded"
         inner_cut = y if sharded else 1  # this many ranks cut features inside a sublayer beyond x
         number = self.number_of_halves
-        most = -(-(-(-self.rows // number) * seq) // shape.context)  # tokens of the largest half
+        cuts_row = number > self.rows
+        most = -(-seq // number) if cuts_row else -(-(-(-self.rows // number) * seq) // shape.context)  # of a half
         kv_heads = self._kv_heads(inner_cut)
         traffic = self._traffic(kv_heads.number) if shape.context > 1 else None
         self.structure = structure = _structure(
             _kinds_of_layers(config), _kinds_of_work(policy), self.dtype, _cutting_axes(shape), number,
-            self.rows % number == 0 and self.documents is None, kv_heads.shared, config.kv_heads % x != 0,
+            self.rows % number == 0 and self.documents is None, cuts_row, kv_heads.shared, config.kv_heads % x != 0,
             looks_up_in_place(policy, shape, config.vocab, most), traffic and traffic.form,
         )  # fmt: skip
         wide = structure.wide_itemsize
@@ -338,8 +344,9 @@ class LocalSizes:
         self.qkv_cut_nbytes = self.qkv_nbytes // inner_cut
         self.local_k_nbytes = m * self.local_kv * item  # the keys that this rank's attention kernel reads
         self.local_kv_nbytes = 2 * self.local_k_nbytes
+        self.before_kv_nbytes = 2 * self.before * self.local_kv * item  # those of the half before
         # scores and their use; a causal mask leaves half of them
-        pairs = m * seq / 2 if self.documents is None else sum(area(0, length) for length in self.documents)
+        pairs = m * (self.before + seq / 2) if self.documents is None else sum(map(partial(area, 0), self.documents))
         self.attention_flops = round(4 * pairs * q // inner_cut)
 
         # tensors that forward keeps
@@ -413,14 +420,17 @@ class LocalSizes:
     @cached_property
     def halves(self) -> list[LocalSizes]:
         """The sizes of each half of a micro-step."""
-        number = self.number_of_halves
+        number, whole = self.number_of_halves, (self.config, self.shape, self.policy)
         if number == 1:
             return [self]
+        if number > self.rows:
+            first, second = (part(self.seq, number, index) for index in range(number))
+            rest = self.dtype, self.rank, 1
+            return [LocalSizes(*whole, 1, first, *rest), LocalSizes(*whole, 1, second, *rest, before=first)]
         rows = [part(self.rows, number, index) for index in range(number)]
         held: list[tuple[int, ...] | None] = [None] * number
         if self.documents is not None:
             held = list(map(tuple, cut_documents(self.documents, [each * self.seq for each in rows])))
-        whole = self.config, self.shape, self.policy
         made = {
             half: LocalSizes(*whole, half[0], self.seq, self.dtype, self.rank, 1, half[1])
             for half in set(zip(rows, held, strict=True))

@@ -715,7 +715,7 @@ class TransformerProgram:
             host.enter_moment("head")
             host.compute(ElementwiseOp("scale head", 2 * (half.stream_nbytes + 4 * half.head_gradient)))  # in fp32
             host.allocate(half.stream_nbytes)
-            host.add_gradients("unit", table, turns)
+            host.add_gradients("unit", table, turns, in_place=False)  # scaled first
             host.free(made, "weights")
             host.free(half.stream_nbytes, "activations")
 
@@ -852,11 +852,18 @@ class TransformerProgram:
             kept += half.kept_keys_nbytes  # copies of K and V, in pieces
         elif self._makes_anew:
             kept += half.local_kv_nbytes  # k as well, and a copy of v
+        if self._reads_before:
+            kept += half.before_kv_nbytes if self._makes_anew else half.before_kv_nbytes + half.local_kv_nbytes
         return kept
 
     def _kept_of_input(self, half: LocalSizes) -> int:
         """Return the bytes of q, k and v as they were made, if a norm or the attention kernel itself reads them."""
         return half.read_nbytes if self.config.qk_norm or not self._makes_anew else 0
+
+    @property
+    def _reads_before(self) -> bool:
+        """Whether attention runs for the second half of a row, which also reads the keys of the first."""
+        return self.structure.cuts_row and self.engine.turn.index == 1
 
     @property
     def _makes_anew(self) -> bool:
@@ -866,30 +873,48 @@ class TransformerProgram:
 
     def mix(self, prefix: str, half: LocalSizes, kept: int) -> Turns[None]:
         """Run attention between its two products; it keeps `kept` bytes and its output."""
-        host, config, context = self.host, self.config, half.structure.context
-        q, kv = half.query_cut_nbytes, half.local_kv_nbytes
         if self.engine.recomputing:
-            host.enter_part("attention")
-        if config.qk_norm:
-            self._norm(self.weights(f"{prefix}.q_norm"), q, None)
+            self.host.enter_part("attention")
+        if self.config.qk_norm:
+            self._norm(self.weights(f"{prefix}.q_norm"), half.query_cut_nbytes, None)
             self._norm(self.weights(f"{prefix}.k_norm"), half.local_k_nbytes, None)
+        self._rotate(prefix, half)
+        if half.structure.context is None:
+            self._attend(prefix, half, kept)
+        else:
+            stops = self.engine.recomputing and self.recompute == "attention"
+            yield from ContextProgram(self.host, half, half.structure.context, prefix, kept).attend(stops=stops)
+
+    def _rotate(self, prefix: str, half: LocalSizes) -> None:
+        """Rotate q and k, and in backward their gradients, before those of q, k and v are joined."""
+        host, rotates = self.host, self.config.positions == "rope"
+        q, kv = half.query_cut_nbytes, half.local_kv_nbytes
         rotated = ElementwiseOp("rotate", 2 * q + 2 * kv, fused=True)
+        if rotates:
+            host.compute(rotated)
+        read_again = self.structure.cuts_row and self.engine.turn.index == 0
 
         def rotate_back() -> None:
-            if config.positions == "rope":
+            if read_again:  # the second half has read the keys of the first, and left their gradients
+                host.compute(ElementwiseOp(f"add dkv {prefix}", 3 * kv))
+                host.need(kv)
+                host.free(kv)
+            if rotates:
                 host.compute(rotated)
                 host.need(3 * half.wide_query_nbytes)
             host.need(half.qkv_cut_nbytes)  # the gradients of q, k and v side by side
             host.free(q + kv)
             host.allocate(half.qkv_cut_nbytes)
 
-        if config.positions == "rope":
-            host.compute(rotated)
         host.on_backward(rotate_back)
-        if context is not None:
-            stops = self.engine.recomputing and self.recompute == "attention"
-            yield from ContextProgram(host, half, context, prefix, kept).attend(stops=stops)
-            return
+
+    def _attend(self, prefix: str, half: LocalSizes, kept: int) -> None:
+        """Attend to the tokens of this place."""
+        host, q, kv = self.host, half.query_cut_nbytes, half.local_kv_nbytes
+        reads_before = self._reads_before
+        if reads_before:
+            kv = kv + half.before_kv_nbytes
+            host.compute(ElementwiseOp(f"join keys {prefix}", 2 * kv))
         flops, nbytes = half.attention_flops, 2 * q + kv
         host.compute(AttentionOp(f"attention {prefix}", flops, nbytes))
         host.allocate(kept + q, "activations")
@@ -898,7 +923,7 @@ class TransformerProgram:
 
         def backward() -> None:
             host.compute(AttentionOp(f"dattention {prefix}", 2 * flops, 2 * nbytes))
-            host.allocate(q + kv)
+            host.allocate(q + kv)  # those of keys of the first half until backward of that
             host.need(half.wide_query_nbytes)  # the kernel sums dq in fp32
             host.free(q)
             host.free(kept + q, "activations")

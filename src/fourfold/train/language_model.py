@@ -195,7 +195,7 @@ class ReferenceModel(LanguageModel):
         if self._lora is not None:
             about: RunEvent = {"trained_parameters": self._pairs}
         else:
-            halves = self.module.halves(*self._sizes)  # type: ignore[operator]
+            halves = self.module.halves(*self._sizes, packed=self._run.data.apart)  # type: ignore[operator]
             about = {"kept_bytes": self.kept_bytes, "halves": halves._asdict()}
         return {**about, "recompute": self._policy.recompute, **self._context()}
 

@@ -441,10 +441,9 @@ def _task(config: TrainConfig, job: Hardware) -> tuple[Task, list[str]]:
     if config.lora.rank:
         notes.append("LoRA is priced as the training of all weights, which takes longer and needs more memory")
     batch = config.batch
-    captured = config.train.graph == "auto"
-    return Task(
-        config.model.build(), machine, batch.rows, batch.seq, config.policy.parameters, compute, captured
-    ), notes
+    sizes = batch.rows, batch.seq, config.policy.parameters, compute
+    captured, packed = config.train.graph == "auto", config.data.apart
+    return Task(config.model.build(), machine, *sizes, captured=captured, packed=packed), notes
 
 
 # The prediction
