@@ -11,6 +11,7 @@ itself, with all rows, levers, orders and schedules, and priced like the choice.
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -195,7 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     title = f"# The planner's choices, {date.today()}"
-    command = f"`python benchmarks/planner/choices.py {options.part}`; CPU only, one core; torch {torch.__version__}"
+    where = f"CPU only, one {platform.machine()} core; torch {torch.__version__}"
+    command = f"`python benchmarks/planner/choices.py {options.part}`; {where}"
     text = "\n".join([title, "", command, "", *PARTS[options.part]()]) + "\n"
     (options.out or RESULTS / f"{date.today()}-planner-choices-{options.part}.md").write_text(text, encoding="utf-8")
     print(text)

@@ -176,8 +176,8 @@ class Cells:
         """The same without the products of dw, which no message waits for: [cell, part]."""
         self.items = torch.zeros(number, parts, dtype=torch.float64)
         """The items that the host issues by part: [cell, part]."""
-        busiest = [_busiest_stage(task, candidate.shape.pipe) for candidate in candidates]
-        self.layers, self.ends = torch.tensor(busiest, dtype=torch.float64).T
+        busiest = {pipe: _busiest_stage(task, pipe) for pipe in {one.shape.pipe for one in candidates}}
+        self.layers, self.ends = torch.tensor([busiest[one.shape.pipe] for one in candidates], dtype=torch.float64).T
         """The layers of the busiest stage, and whether it has the head: [cell]."""
         by_form: dict[WorkForm, list[int]] = {}
         for index, one in enumerate(self.sizes):

@@ -32,7 +32,7 @@ import torch
 
 from fourfold.axes import CUTS, PIPE, REPLICA
 from fourfold.errors import NoPlanError
-from fourfold.planner.estimate import FRUGAL, LEVERS, Cells, Estimates, Lever
+from fourfold.planner.estimate import FRUGAL, LEVERS, RECOMPUTE, Cells, Estimates, Lever
 from fourfold.planner.machine import Machine, Route, Seconds
 from fourfold.planner.memory import Memory, MemoryReading, least_nbytes, without_stages
 from fourfold.planner.pipe import MOST_PIPE, best_pipeline, rough_pipeline, rough_stages, too_large
@@ -50,7 +50,7 @@ from fourfold.planner.price import (
 )
 from fourfold.planner.robust import LESS_MEMORY, Risk, RobustChoice, choose
 from fourfold.planner.sizes import LocalSizes
-from fourfold.policy import SAVES_MEMORY, Activations, Policy
+from fourfold.policy import SAVES_MEMORY, Activations, Policy, Recompute
 from fourfold.shape import Shape, shapes_of
 
 if TYPE_CHECKING:
@@ -409,7 +409,7 @@ class _Search:
             shapes |= {one.shape: None for one in candidates}
         if task.seq >= LONG_SEQUENCE:
             single = [one for one in candidates if one.rows == 1]
-            least = self._least_nbytes(single, [one.sizes(task) for one in single], [KEEPS_ALL])[:, 0].tolist()
+            least = self._least_nbytes(single, [one.sizes(task) for one in single], KEEPS_ALL.recompute).tolist()
             shapes |= {one.shape: None for one, nbytes in zip(single, least, strict=True) if nbytes > self.limit}
         found = []
         for shape in shapes:
@@ -432,12 +432,11 @@ class _Search:
             return
         orders = self.space.orders or orders_of(pipelines=pipelines)
         self.plan.candidates += sum(sum(self._levers(one)) for one in candidates) * len(orders)
-        candidates, sizes = self._rule_out_too_large(candidates)
+        candidates, sizes, fits = self._rule_out_too_large(candidates)
         if not candidates:
             return
         estimates = Estimates(self.task, Cells(self.task, candidates, sizes), orders)
-        levers = torch.tensor([self._levers(one) for one in candidates])
-        levers &= self._least_nbytes(candidates, self._lean_sizes(candidates, sizes), LEVERS) <= self.limit
+        levers = fits & torch.tensor([self._levers(one) for one in candidates])
         seconds = estimates.seconds.masked_fill(~levers[:, :, None], torch.inf)
         by_grid: dict[tuple[int, ...], list[int]] = {}
         for index, candidate in enumerate(candidates):
@@ -734,40 +733,50 @@ class _Search:
 
     # --- memory
 
-    def _rule_out_too_large(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[LocalSizes]]:
-        """Return the candidates that a lower bound of their memory admits, with their sizes; refuse the other grids."""
+    def _rule_out_too_large(
+        self, candidates: Sequence[Candidate]
+    ) -> tuple[list[Candidate], list[LocalSizes], torch.Tensor]:
+        """Return the candidates that a lower bound of their memory admits, with their sizes and whether that bound
+        admits each lever: [candidate, lever]. Refuse the other grids."""
         sizes = [candidate.sizes(self.task) for candidate in candidates]
-        least = self._least_nbytes(candidates, self._lean_sizes(candidates, sizes), [FRUGAL])[:, 0].tolist()
-        fits = [place for place, nbytes in enumerate(least) if nbytes <= self.limit]
+        lean = self._lean_sizes(candidates, sizes)
+        frugal = self._least_nbytes(candidates, lean, FRUGAL.recompute)
+        fits = (frugal <= self.limit).nonzero()[:, 0].tolist()
         possible = {candidates[place].shape for place in fits}
         refused: dict[Shape, float] = {}
-        for candidate, nbytes in zip(candidates, least, strict=True):
+        for candidate, nbytes in zip(candidates, frugal.tolist(), strict=True):
             if candidate.shape not in possible:
                 refused[candidate.shape] = min(nbytes, refused.get(candidate.shape, inf))
         for shape, nbytes in refused.items():
             reason = f"needs more than {nbytes / GIB:.1f} GiB of {self.limit / GIB:.1f} GiB for weights, gradients, "
             reason += "optimizer state and what layers keep"
             self.plan.refused.append(Refused(shape, reason, round(nbytes) - self.limit))
-        return [candidates[place] for place in fits], [sizes[place] for place in fits]
+        candidates, sizes, lean = ([each[place] for place in fits] for each in (candidates, sizes, lean))
+        least = {FRUGAL.recompute: frugal[fits]}
+        for recompute in RECOMPUTE:
+            if recompute not in least:
+                least[recompute] = self._least_nbytes(candidates, lean, recompute)
+        by_lever = torch.stack([least[lever.recompute] for lever in LEVERS], dim=1)
+        return candidates, sizes, by_lever <= self.limit
 
     def _least_nbytes(
-        self, candidates: Sequence[Candidate], sizes: Sequence[LocalSizes], levers: Sequence[Lever]
+        self, candidates: Sequence[Candidate], sizes: Sequence[LocalSizes], recompute: Recompute
     ) -> torch.Tensor:
-        """Return a lower bound of the bytes of each candidate and lever: [candidate, lever].
+        """Return a lower bound of the bytes of each candidate with this recompute: [candidate].
 
         It is quick, and it is the answer for most candidates that do not fit.
         """
-        layers, passes = [], []
-        for one in candidates:
-            piped = one.shape.pipe > 1
-            if piped and self._keeps_stages():
-                layers.append(0)  # a given schedule may keep less than 1F1B does
-            else:
-                layers.append(len(rough_stages(self.task.config, one.shape.pipe, self.task.seq).layers_of(0)))
-            passes.append(min(one.shape.pipe, one.micro_steps))
+        first = {pipe: self._first_layers(pipe) for pipe in {one.shape.pipe for one in candidates}}
+        layers = [first[one.shape.pipe] for one in candidates]
+        passes = [min(one.shape.pipe, one.micro_steps) for one in candidates]
         counts = torch.tensor([layers, passes, [one.micro_steps for one in candidates]], dtype=torch.float64)
-        by_kind = {kind: least_nbytes(sizes, kind, *counts) for kind in {lever.recompute for lever in levers}}
-        return torch.stack([by_kind[lever.recompute] for lever in levers], dim=1)
+        return least_nbytes(sizes, recompute, *counts)
+
+    def _first_layers(self, pipe: int) -> int:
+        """Return the layers of the first of so many pipe ranks; 0 if a given schedule may keep less than 1F1B does."""
+        if pipe > 1 and self._keeps_stages():
+            return 0
+        return len(rough_stages(self.task.config, pipe, self.task.seq).layers_of(0))
 
     def _fit(self, candidate: Candidate, lever: Lever) -> Candidate | None:
         """Return the candidate with the lever if it fits, with logits in chunks or what else saves memory if it fits

@@ -500,12 +500,10 @@ class LocalSizes:
 
     def schedule(self, micro_steps: int) -> Schedule:
         """Return the schedule of a step, as the runtime chooses it."""
-        wanted, stages = self.policy.schedule, replace(self.stages, recompute=())
+        wanted = self.policy.schedule
         if not isinstance(wanted, str):  # found by the planner, or checked when the config was read
             return wanted
-        if wanted not in BY_LAYERS:  # the same for all cuts, so it is made once
-            stages = replace(stages, cuts=(0, *range(1, len(stages.placement)), len(stages.placement) + 1))
-        return choose(wanted, stages, micro_steps)
+        return choose(wanted, _stages_that_matter(wanted, self.stages), micro_steps)
 
     @cached_property
     def held(self) -> HeldUnits:
@@ -527,7 +525,12 @@ class LocalSizes:
 
     @cached_property
     def _parameters(self) -> ParameterTable:
-        return _parameter_table(self.config, self.shape, self.rank)
+        return _parameter_table(self.config, self.shape, self.coords)
+
+    @cached_property
+    def _most_parameters(self) -> ParameterTable:
+        """The same on the first rank, which holds most."""
+        return _parameter_table(self.config, self.shape, dict.fromkeys(CUTS, 0)) if self.rank else self._parameters
 
     def parameter(self, name: str) -> ParameterSizes:
         return self._parameters.sizes[in_first_layer(name)]
@@ -538,7 +541,7 @@ class LocalSizes:
 
     def most_elements(self, names: tuple[str, ...]) -> int:
         """Return `elements` of the rank that holds most, by which all ranks order their messages."""
-        return _parameter_table(self.config, self.shape, 0).group(names)[0] if self.rank else self.elements(names)
+        return self._most_parameters.group(names)[0]
 
     def message_elements(self, names: tuple[str, ...]) -> int:
         """Return the elements of these parameters in one message over z, where shards are padded to equal rows."""
@@ -676,6 +679,14 @@ _even_stages = lru_cache(maxsize=1024)(Stages.even)
 
 
 @lru_cache(maxsize=4096)
+def _stages_that_matter(schedule: str, stages: Stages) -> Stages:
+    """Return the stages without what does not change this schedule, so that it is made once for all of them."""
+    if schedule in BY_LAYERS:
+        return replace(stages, recompute=())
+    return replace(stages, recompute=(), cuts=(0, *range(1, len(stages.placement)), len(stages.placement) + 1))
+
+
+@lru_cache(maxsize=4096)
 def _held_units(stages: Stages, pipe_rank: int, tied: bool) -> HeldUnits:
     own = stages.of_rank(pipe_rank)
     layers = tuple(index for stage in own for index in stages.layers_of(stage))
@@ -734,10 +745,15 @@ class ParameterTable:
         return found
 
 
+def _parameter_table(config: ModelConfig, shape: Shape, coords: Mapping[str, int]) -> ParameterTable:
+    """Return the sizes of parameters at these coordinates, which grids share that differ in replicas and stages."""
+    return _table_of_cuts(config, tuple((axis, shape.sizes[axis], coords[axis]) for axis in CUTS if axis != REPLICA))
+
+
 @lru_cache(maxsize=4096)
-def _parameter_table(config: ModelConfig, shape: Shape, rank: int) -> ParameterTable:
+def _table_of_cuts(config: ModelConfig, cuts: tuple[tuple[str, int, int], ...]) -> ParameterTable:
     specs = parameter_specs(config, "sharded")  # the mode decides which sums gradients owe, not the shards
-    return ParameterTable(specs, shape.sizes, shape.coords(rank))
+    return ParameterTable(specs, {axis: size for axis, size, _ in cuts}, {axis: place for axis, _, place in cuts})
 
 
 # --- names instead of sizes
