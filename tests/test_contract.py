@@ -93,7 +93,8 @@ INSIDE = {
     ],
     "planner": [
         "__init__", "goodput", "machine", "lengths", "sizes", "program", "step_parts", "context", "transformer",
-        "memory", "trace", "price", "calibrate", "pipe", "estimate", "robust", "search", "explain", "correct",
+        "memory", "trace", "simulate", "price", "calibrate", "pipe", "estimate", "robust", "search", "explain",
+        "correct",
     ],
     "watch": ["__init__", "memory", "processes", "tape", "diagnose", "liveness", "peers", "checks"],
     "report": ["__init__", "units", "page", "run_data", "run_places", "run_page", "plan_text", "plan_page"],

@@ -17,7 +17,8 @@ from benchmarks.shared.published import published_ranking
 from fourfold.grid import Shape
 from fourfold.models.config import config
 from fourfold.planner.machine import Machine, load_machine
-from fourfold.planner.price import Candidate, Task, Totals, memory_of, timeline
+from fourfold.planner.price import Candidate, Task, memory_of, timeline
+from fourfold.planner.simulate import Totals
 from fourfold.policy import Overlap, Policy
 
 FEW_LAYERS = 3

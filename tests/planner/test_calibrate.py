@@ -55,7 +55,7 @@ from fourfold.planner.machine import (
     parse_machine,
     to_toml,
 )
-from fourfold.planner.price import simulate
+from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.step_parts import ATTENTION, KERNELS, PRODUCTS, WorkSeconds, pieces, work_seconds
 from fourfold.planner.transformer import step_program

@@ -14,9 +14,10 @@ from fourfold.grid import Grid, Shape
 from fourfold.planner.explain import model_facts, plan_document
 from fourfold.planner.machine import Seconds, load_machine, parse_machine, to_toml
 from fourfold.planner.memory import peak_memory, pinned_nbytes
-from fourfold.planner.price import Candidate, Task, price, simulate
+from fourfold.planner.price import Candidate, Task, price
 from fourfold.planner.program import CopyOp, MatmulOp, WaitOp, Work
 from fourfold.planner.search import Space, search
+from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Overlap, Policy

@@ -12,8 +12,9 @@ import torch
 import fourfold as ff
 from fourfold.axes import PIPE
 from fourfold.planner.machine import LinkSpeed, Machine, Seconds, load_machine
-from fourfold.planner.price import Candidate, Simulation, Task, beside_messages, price
+from fourfold.planner.price import Candidate, Task, beside_messages, price
 from fourfold.planner.program import LaunchOp, Program, WaitOp
+from fourfold.planner.simulate import Simulation
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Overlap, Policy
 from fourfold.schedule.named import named

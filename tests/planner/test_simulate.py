@@ -12,8 +12,9 @@ import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
 from fourfold.planner.machine import HOST_MODES, HostSpeed, LinkSpeed, Machine, Seconds, load_machine
-from fourfold.planner.price import COMPUTE, Candidate, Task, chrome_trace, price, simulate, timeline
+from fourfold.planner.price import Candidate, Task, price, timeline
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
+from fourfold.planner.simulate import COMPUTE, chrome_trace, simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy, Recompute

@@ -27,8 +27,9 @@ from fourfold.planner.explain import add_training, model_facts, plan_document, r
 from fourfold.planner.goodput import FailureRates
 from fourfold.planner.lengths import LengthSample
 from fourfold.planner.machine import DTYPES, Machine, load_machine
-from fourfold.planner.price import PipePrice, Price, Task, chrome_trace, chrome_trace_of_pipe
+from fourfold.planner.price import PipePrice, Price, Task
 from fourfold.planner.search import GridPlan, Space, search, search_built
+from fourfold.planner.simulate import chrome_trace, chrome_trace_of_pipe
 from fourfold.policy import Overlap
 from fourfold.report.plan_page import write_plan_page
 from fourfold.report.plan_text import (

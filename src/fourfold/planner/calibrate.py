@@ -67,8 +67,8 @@ from fourfold.planner.machine import (
     Timed,
     with_slower_products,
 )
-from fourfold.planner.price import simulate
 from fourfold.planner.program import ComputeOp
+from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.step_parts import (
     ATTENTION,

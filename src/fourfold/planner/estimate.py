@@ -9,7 +9,7 @@ all cells, levers and orders are priced together as tensors:
     backward  the same, with products that run again and reductions over z
 
 If halves do not take turns, messages over x and y run between products instead of during them. The sums of gradients
-over data are hidden behind the last backward. The simulation (price.py) decides.
+over data are hidden behind the last backward. The simulation (simulate.py) decides.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ all-reduce. An all-reduce may take a tree instead, with 2 log2(ranks) hops and t
 faster. The bandwidth depends on where a group lies: inside a node it is the one measured with all groups active; across
 nodes it is the bandwidth of the node's network cards, divided by the number of rings that cross there, at most what a
 single ring reaches (`ring_bandwidth`), and less the more nodes the job has (`congestion`). What happens when several
-pieces of work run at once is up to the simulation (price.py); `transfer` says what they share.
+pieces of work run at once is up to the simulation (simulate.py); `transfer` says what they share.
 
 Invariant: `parse_machine(to_toml(machine)) == machine`.
 """

@@ -1,7 +1,7 @@
 """Programs: the work that one rank's host gives its device in a step, in order; and the rehearsal that writes them.
 
 Every figure of the planner is a reading of a program: the messages are its launches, the FLOPs its products, the memory
-its allocations and frees (memory.py), the seconds come from its simulation (price.py). A program comes from the
+its allocations and frees (memory.py), the seconds come from its simulation (simulate.py). A program comes from the
 rehearsal of a reference model (transformer.py) or from a dry run of real code (trace.py).
 
 A rehearsal drives the runtime's own overlap engine with names and sizes instead of tensors. `Rehearsal` offers the
