@@ -21,12 +21,14 @@ class ContextWay:
     @classmethod
     def parse(cls, text: str) -> ContextWay:
         """Read `gather`, `exchange`, `ring`, `ulysses:4`, or one over the other: `ulysses:2+ring`."""
-        found = re.fullmatch(r"(?:ulysses:(\d+))?(?:(?<=\d)\+)?(gather|exchange|ring)?", text)
-        if not text or found is None:
+        ways = "|".join(WAYS)
+        found = re.fullmatch(rf"ulysses:([1-9][0-9]*)(?:\+({ways}))?|({ways})", text)
+        if found is None:
             raise ValueError(
-                f"context_way={text!r}: it is one of auto, {', '.join(WAYS)}, ulysses:U, or ulysses:U+ one of them"
+                f"context_way={text!r}: it is one of auto, {', '.join(WAYS)}, ulysses:U for U neighbours, at least 1, "
+                "or ulysses:U+ one of them, such as ulysses:2+ring"
             )
-        return cls(found[2] or "exchange", int(found[1] or 1))
+        return cls(found[2] or found[3] or "exchange", int(found[1] or 1))
 
     def __str__(self) -> str:
         if self.neighbours == 1:

@@ -322,6 +322,8 @@ def test_generation(ranks) -> None:
 def refusals() -> list[str]:
     grid, said = grid_of(Shape(z=2, context=2)), []
     tokens = torch.zeros(2, 8, dtype=torch.long)
+    model = ff.models.build(CONFIGS["gpt"], grid)
+    own = model(tokens, documents=[3, 13])
     for act in (
         lambda: ff.models.build(CONFIGS["gpt"], grid, policy=Policy(context_way="ulysses:3"))(tokens, tokens),
         lambda: ff.models.build(CONFIGS["shared"], grid, policy=Policy(context_way="ulysses:2"))(tokens, tokens),
@@ -329,6 +331,8 @@ def refusals() -> list[str]:
         lambda: ff.models.build(replace(CONFIGS["gpt"], dropout=0.1), grid),
         lambda: ff.parallelize(torch.nn.Linear(4, 4), grid, policy=Policy(assignment="documents")),
         lambda: ff.models.build(CONFIGS["gpt"], grid)(tokens + grid.rank, tokens),
+        lambda: model.whole_rows(own, (2, 8), documents=[3, 12]),
+        lambda: model.whole_rows(own, (3, 8), documents=[3, 21]),
     ):
         try:
             act()
@@ -341,8 +345,18 @@ def refusals() -> list[str]:
 def test_what_is_impossible_is_refused(ranks) -> None:
     for said in ranks(2).run(refusals):
         assert "3 neighbours do not divide context=2" in said[0]
-        assert "2 neighbours do not divide the 6 query heads and 3 KV heads of a rank" in said[1]
+        assert (
+            "2 neighbours do not divide the 6 query heads and 3 KV heads of a rank; use ulysses:U with a U" in said[1]
+        )
         assert "context_way='around': it is one of auto, gather, exchange, ring, ulysses:U" in said[2]
         assert "attention cannot drop weights; build the model with attention_dropout=0.0" in said[3]
         assert "where documents begin in a module's rows is not known; use 'rows' or 'auto'" in said[4]
         assert "different rows" in said[5] or "refused" in said[5]
+        assert "got 15 tokens in 2 documents for 2 rows of 8 tokens, which are 16" in said[6]
+        assert "logits of 8 tokens, but of 3 rows of 8 tokens this place holds 12" in said[7]
+
+
+@pytest.mark.parametrize("text", ["ulysses:0", "ulysses:2+", "ulysses:2gather", "ulysses:", "+ring", "ulysses:2+auto"])
+def test_ways_that_do_not_exist_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"ulysses:U for U neighbours, at least 1, or ulysses:U\+ one of them"):
+        Policy(context_way=text)

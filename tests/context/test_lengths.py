@@ -178,6 +178,8 @@ FAULTS: list[tuple[Any, Policy, str]] = [
     ((50, -2), ONE_HALF, "got a length of -2 for 4 rows of 12 tokens"),
     ((), ONE_HALF, "got 0 tokens in 0 documents"),
     (((20, 28),), ONE_HALF, r"one after another: whole numbers, not \(\(20, 28\),\)"),
+    (torch.tensor(48), ONE_HALF, "one after another: whole numbers, not 48"),
+    (torch.tensor([[20, 28]]), ONE_HALF, r"one after another: whole numbers, not \[\[20, 28\]\]"),
     (
         ACROSS,
         TWO_HALVES,

@@ -130,7 +130,7 @@ def test_samples_are_read_from_files(tmp_path: Path) -> None:
     assert LengthSample.read(path).lengths == (3, 4)
     path.write_text("3\n4 5\n")
     assert LengthSample.read(path).lengths == (3, 4, 5)
-    for wrong in ("{}", "a b", "", "3 0"):
+    for wrong in ("{}", "a b", "", "3 0", '{"sample": [1.5, 2]}', '{"sample": [true]}', '{"sample": "34"}'):
         path.write_text(wrong)
         with pytest.raises(ValueError, match="has no lengths of documents"):
             LengthSample.read(path)

@@ -224,7 +224,7 @@ class ContextAttention:
         if q.shape[1] % self.neighbours or k.shape[1] % self.neighbours:
             raise ValueError(
                 f"context_way={self.way}: {self.neighbours} neighbours do not divide the {q.shape[1]} query heads and "
-                f"{k.shape[1]} KV heads of a rank"
+                f"{k.shape[1]} KV heads of a rank; use ulysses:U with a U that divides both, gather, exchange or ring"
             )
 
     # --- tokens for heads

@@ -326,11 +326,7 @@ class Transformer(Layer):
             if positions is None and _is_batch(tokens):
                 positions = positions_on_device(documents, tokens.shape)
             documents, most = None, len(documents)
-        elif isinstance(documents, Tensor):
-            documents = without_padding(documents.tolist())
-        if documents is not None:
-            with suppress(TypeError):  # which `_fault` names
-                documents = tuple(map(operator.index, documents))
+        documents = _whole_lengths(documents)
         fault = self._fault(tokens, targets, positions, documents, ignore_index)
         if fault and not self._reads(tokens):
             raise ValueError(fault)
@@ -386,7 +382,7 @@ class Transformer(Layer):
         logits: Tensor,
         shape: Sequence[int],
         positions: Tensor | None = None,
-        documents: Sequence[int] | None = None,
+        documents: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
         """Return the logits of all tokens of a context group, [rows, seq, vocab], from those of this member's tokens.
 
@@ -401,12 +397,22 @@ class Transformer(Layer):
                 "the last batch was cut over its context group by its documents, but whole_rows was given none; "
                 "give whole_rows the same positions or documents as the model"
             )
-        left, wholes = logits.detach().flatten(0, 1), []
+        documents = _whole_lengths(documents)
+        if documents is not None and (fault := self._document_fault(rows, seq, documents)):
+            raise ValueError(fault)
+        left, wholes, found = logits.detach().flatten(0, 1), [], []
         done = 0
         for part, lengths in self.cut_rows(rows, seq, documents):
             where = None if positions is None else positions[done : done + part]
             done += part
-            here = self.context_of((part, seq), where, lengths)
+            found.append((part, self.context_of((part, seq), where, lengths)))
+        held_here = sum(here.tokens for _, here in found)
+        if held_here != len(left):
+            raise ValueError(
+                f"whole_rows was given logits of {len(left)} tokens, but of {rows} rows of {seq} tokens this place "
+                f"holds {held_here}; give it the shape of the tokens that the model was given"
+            )
+        for part, here in found:
             own, left = left.split([here.tokens, len(left) - here.tokens])
             held = [tokens for member in range(here.members) for tokens in here.assignment.own(member)]
             order = indices(held, own.device)
@@ -667,21 +673,22 @@ class Transformer(Layer):
                 return f"{what} has dtype {ids.dtype}; ids must be torch.int64 or torch.int32"
         longest = tokens.shape[1]
         if documents is not None:
-            if fault := self._document_fault(tokens, documents):
+            if fault := self._document_fault(len(tokens), tokens.shape[1], documents):
                 return fault
             longest = max(documents)
         if self.positions is not None and longest > self.config.seq:
+            packed = documents is None and positions is not None  # positions on a GPU are not read here
+            also = ", or if its documents are shorter give their lengths too (documents=)" if packed else ""
             return (
                 f"a sequence of {longest} tokens is longer than the {self.config.seq} learned positions; "
-                "shorten it or build the model with a larger seq"
+                f"shorten it or build the model with a larger seq{also}"
             )
         if torch.is_autocast_enabled(self.grid.device.type):
             return "torch.autocast is on; turn it off and build the model with Policy(compute_dtype=torch.bfloat16)"
         return ""
 
-    def _document_fault(self, tokens: Tensor, documents: Sequence[int]) -> str:
+    def _document_fault(self, rows: int, seq: int, documents: Sequence[int]) -> str:
         """Return what is wrong with the lengths of documents, which the host checks without the device."""
-        rows, seq = tokens.shape
         rule = "documents are the lengths of the documents in all rows, one after another"
         if not isinstance(documents, tuple) or not all(isinstance(length, int) for length in documents):
             return f"{rule}: whole numbers, not {documents!r:.80}"
@@ -734,6 +741,17 @@ def _position_fault(positions: Tensor, documents: Sequence[int] | None) -> str:
         f"positions and documents differ: token {token} of row {row} has position {int(positions[row, token])}; leave "
         "positions out, or make them count up from 0 in every document"
     )
+
+
+def _whole_lengths(documents: Any) -> tuple[int, ...] | None:
+    """Return the lengths of documents as whole numbers. What cannot be that is returned as it was given, for
+    `_document_fault` to name: a rank that raised here would leave the others waiting."""
+    if isinstance(documents, Tensor):
+        documents = without_padding(documents.tolist()) if documents.dim() == 1 else documents.tolist()
+    if documents is not None:
+        with suppress(TypeError):
+            documents = tuple(map(operator.index, documents))
+    return documents
 
 
 def _documents_of(documents: Sequence[int] | None, tokens: Sequence[int]) -> Sequence[Sequence[int] | None]:

@@ -25,8 +25,13 @@ class LengthSample:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError("a sample of documents has at least one length, and each is at least 1 token")
+        wrong = next((length for length in self.lengths if type(length) is not int or length < 1), None)
+        if wrong is not None or not self.lengths:
+            found = "none" if wrong is None else f"a length of {wrong!r:.20}"
+            raise ValueError(
+                "a sample of documents has at least one length, and each is a whole number of at least 1 token; got "
+                f"{found}"
+            )
 
     @classmethod
     def read(cls, path: Path) -> LengthSample:
