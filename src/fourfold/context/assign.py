@@ -19,8 +19,8 @@ import operator
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, chain, permutations, starmap
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, chain, permutations
 from typing import NamedTuple
 
 from fourfold.context_way import ContextWay
@@ -248,10 +248,10 @@ class _Placed:
 
     @cached_property
     def _shortest(self) -> tuple[list[int], list[int]]:
-        """Tokens and attention of the shortest documents, by their number."""
+        """Tokens of the shortest documents, and the sum of their squares, by their number."""
         shortest = sorted(self.lengths)
-        areas = (length * (length + 1) // 2 for length in shortest)
-        return list(accumulate(shortest, initial=0)), list(accumulate(areas, initial=0))
+        squares = map(operator.mul, shortest, shortest)
+        return list(accumulate(shortest, initial=0)), list(accumulate(squares, initial=0))
 
     def place_by_length(self, ways: Sequence[str], short: float) -> None:
         """Place all documents, longest first.
@@ -333,12 +333,13 @@ class _Placed:
 
     def _least(self, tokens: int) -> float:
         """Return the least attention that so many tokens can have."""
-        ends, work = self._shortest
+        ends, squares = self._shortest
         number = bisect_right(ends, tokens) - 1
-        if tokens == ends[number]:
-            return work[number]
-        share = (tokens - ends[number]) / (ends[number + 1] - ends[number])
-        return work[number] + share * (work[number + 1] - work[number])
+        work = (squares[number] + ends[number]) / 2
+        if part := tokens - ends[number]:  # of the next document, whose length and attention follow from the sums
+            length = ends[number + 1] - ends[number]
+            work += part / length * area(0, length)
+        return work
 
     def ranges(self, length: int, ends: Sequence[float], to_come: float | None) -> list[tuple[int, int, int]]:
         """Return (member, start, stop) of a document's ranges over the fewest members that take it, or nothing.
@@ -380,7 +381,7 @@ class _Placed:
             first = max(front, stop - room, _lowest(front, stop, filling / room, level - done - filling))
             if first < stop:
                 ranges.append((member, first, stop))
-            full, stop = full + room - (stop - first), first
+            full, stop = full + room - (stop - first), first  # the rest of its room takes the shortest documents
         return ranges if start == stop == front else []
 
     def _levelled(self, length: int, more: float, ends: Sequence[float]) -> list[int]:
@@ -419,7 +420,8 @@ class _Placed:
             start, stop = start + front, stop - tokens + front
 
     def assignment(self) -> Assignment:
-        return Assignment(self.lengths, tuple(tuple(starmap(Segment, sorted(held))) for held in self.held))
+        segment = partial(tuple.__new__, Segment)  # Segment(...) is slower for a thousand documents
+        return Assignment(self.lengths, tuple(tuple(map(segment, sorted(held))) for held in self.held))
 
 
 def _lowest(front: int, stop: int, beside: float, budget: float) -> int:
