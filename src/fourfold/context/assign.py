@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain, permutations
 from typing import NamedTuple
 
@@ -172,6 +172,14 @@ def assign_rows(rows: int, seq: int, lengths: tuple[int, ...], members: int) -> 
 
 ENOUGH = 1.05
 """Members whose attention is at most this factor above the mean are balanced; nothing more is cut for it."""
+FILLED = 1.02
+"""A member that takes a part of a cut document is filled up to this factor above the mean. The rest up to `ENOUGH` is
+for what cannot be foreseen: with 1.03 more assignments of many members miss `ENOUGH` and are made again."""
+SHORT = 0.005
+"""Documents with at most this part of the mean attention of a member are short: they go to whoever needs most, without
+a look at where that member ends."""
+FRONTS = 0, 1 / 8, 1 / 4, 3 / 8, 1 / 2
+"""The shares of a cut document that are tried for the front that all its members hold equally much of."""
 
 
 @lru_cache(maxsize=64)
@@ -180,12 +188,21 @@ def assign_documents(lengths: tuple[int, ...], members: int) -> Assignment:
 
     Documents are placed longest first, each whole on one member if it can be. A member ends with what it has, and with
     its room filled by documents still to come, at best by the shortest of all. If it would end too far above the mean
-    even then, or if nobody has room, the document is cut over the fewest members that take it without ending there.
+    even then, or if nobody has room, the document is cut.
+
+    A document of L tokens moves sum_j last_j - L tokens if member j holds tokens of it up to last_j. So few members
+    share it, and the one that holds its end holds as many tokens before the end as it may, then the next one, and so on
+    (`_Placed.ranges`). This plans with the shortest documents beside a cut one. Where that does not end in balance,
+    all is placed again with average documents beside it, and then in pairs of chunks with a look at every document.
     """
-    placed = _Placed(lengths, members)
-    for document in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
-        placed.place(document)
-    return placed.assignment()
+    tried = []
+    for ways, short in ((("shortest", "average"), SHORT), (("average",), SHORT), ((), 0.0)):
+        placed = _Placed(lengths, members)
+        placed.place_by_length(ways, short)
+        if max(placed.done) <= placed.limit:
+            return placed.assignment()
+        tried.append(placed)
+    return min(reversed(tried), key=lambda placed: max(placed.done)).assignment()
 
 
 def choose_way(assignment: Assignment) -> ContextWay:
@@ -215,54 +232,163 @@ class _Placed:
     """What members hold while documents are placed."""
 
     def __init__(self, lengths: tuple[int, ...], members: int) -> None:
-        self.tokens, self.work = sum(lengths), sum(area(0, length) for length in lengths)
-        """The tokens and the attention of the documents that are still to come."""
+        self.tokens = sum(lengths)
+        """The tokens of the documents that are still to come."""
         if self.tokens % members or not self.tokens:
             raise ValueError(f"{self.tokens} tokens cannot be cut evenly over context={members}")
-        self.lengths, self.limit = lengths, ENOUGH * self.work / members
-        self.held: list[list[Segment]] = [[] for _ in range(members)]
+        self.work = (sum(map(operator.mul, lengths, lengths)) + self.tokens) // 2
+        """Their attention: E14 of [0, n) is (n n + n) / 2."""
+        self.lengths, self.mean = lengths, self.work / members
+        self.limit = ENOUGH * self.mean
+        self.held: list[list[tuple[int, int, int]]] = [[] for _ in range(members)]
+        """The segments of each member."""
         self.room = [self.tokens // members] * members
         self.done = [0] * members
         """The attention of each member so far."""
-        shortest = sorted(lengths)
-        areas = (area(0, length) for length in shortest)
-        self._shortest = list(accumulate(shortest, initial=0)), list(accumulate(areas, initial=0))
-        """Tokens and attention of the shortest documents, by their number."""
 
-    def place(self, document: int) -> None:
+    @cached_property
+    def _shortest(self) -> tuple[list[int], list[int]]:
+        """Tokens of the shortest documents, and the sum of their squares, by their number."""
+        shortest = sorted(self.lengths)
+        squares = map(operator.mul, shortest, shortest)
+        return list(accumulate(shortest, initial=0)), list(accumulate(squares, initial=0))
+
+    def place_by_length(self, ways: Sequence[str], short: float) -> None:
+        """Place all documents, longest first.
+
+        `ways` are what to plan with beside a cut document, before pairs of chunks. Documents with at most the part
+        `short` of a member's mean attention are placed by `place_short`.
+        """
+        order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__, reverse=True)
+        first = bisect_left(order, True, key=lambda one: area(0, self.lengths[one]) <= short * self.mean)
+        for document in order[:first]:
+            self.place(document, ways)
+        self.place_short(order[first:])
+
+    def place(self, document: int, ways: Sequence[str] = ()) -> None:
         """Place the longest document that is left."""
-        length, own, room, done = self.lengths[document], area(0, self.lengths[document]), self.room, self.done
+        length, room, done = self.lengths[document], self.room, self.done
+        own = length * (length + 1) // 2
         self.tokens, self.work = self.tokens - length, self.work - own
         to_come = self.work / self.tokens if self.tokens else 0.0
-        whole, least = -1, math.inf
-        for member in range(len(room)):
-            if room[member] >= length and (end := done[member] + room[member] * to_come) < least:
-                whole, least = member, end
-        more = own / length - to_come  # that a token adds to the end of a member, beside one of those to come
-        fits = more <= 0 or least + length * more <= self.limit
-        if whole >= 0 and (fits or done[whole] + own + self._least(room[whole] - length) <= self.limit):
-            self.held[whole].append(Segment(document, 0, length))
-            room[whole] -= length
-            done[whole] += own
-        else:
-            ends = [each + free * to_come for each, free in zip(done, room, strict=True)]
-            self.cut(document, self._levelled(length, more, ends))
+        ends = [each + free * to_come for each, free in zip(done, room, strict=True)]
+        whole = ends.index(min(ends))
+        if room[whole] < length:
+            whole = min(range(len(room)), key=lambda one: (room[one] < length, ends[one]))
+        if room[whole] >= length:
+            more = own - length * to_come  # that it adds to the end of a member, beside documents to come
+            fits = more <= 0 or ends[whole] + more <= self.limit
+            if not fits:
+                full = sum(room[one] for one, end in enumerate(ends) if end > self.limit and one != whole)
+                fits = done[whole] + own + self._filling(full, room[whole] - length) <= self.limit
+            if fits:
+                self.held[whole].append((document, 0, length))
+                room[whole], done[whole] = room[whole] - length, done[whole] + own
+                return
+        for way in ways:
+            if ranges := self.ranges(length, ends, None if way == "shortest" else to_come):
+                self.hold(document, ranges)
+                return
+        # one that adds less than those to come still needs shares: a little, far above what rounding adds to an end
+        more = max(own / length - to_come, 1e-9 * self.limit)
+        self.cut(document, self._levelled(length, more, ends))
+
+    def place_short(self, order: Sequence[int]) -> None:
+        """Place documents that hardly change where a member ends, longest first.
+
+        Each goes to the member that needs most attention for a token of its room, among those that have room for it.
+        """
+        lengths, room, done, held, mean = self.lengths, self.room, self.done, self.held, self.mean
+        queue = sorted(((done[one] - mean) / room[one], one) for one in range(len(room)) if room[one])
+        for document in order:
+            length = lengths[document]
+            for number, (_, member) in enumerate(queue):
+                if room[member] >= length:
+                    del queue[number]
+                    held[member].append((document, 0, length))
+                    done[member] += length * (length + 1) // 2
+                    room[member] = left = room[member] - length
+                    if left:
+                        insort(queue, ((done[member] - mean) / left, member))
+                    break
+            else:  # nobody has room: the roomiest has the end, and so on
+                stop, ranges = length, []
+                for member in sorted(range(len(room)), key=lambda one: (-room[one], one)):
+                    if stop:
+                        ranges.append((member, max(0, stop - room[member]), stop))
+                        stop = ranges[-1][1]
+                self.hold(document, ranges)
+                queue = sorted(((done[one] - mean) / room[one], one) for one in range(len(room)) if room[one])
+
+    def hold(self, document: int, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Give members ranges of a document: (member, start, stop)."""
+        for member, start, stop in ranges:
+            self.held[member].append((document, start, stop))
+            self.done[member] += area(start, stop)
+            self.room[member] -= stop - start
+
+    def _filling(self, before: int, tokens: int) -> float:
+        """Return the least attention of so many tokens, if so many others have the shortest documents to come."""
+        return self._least(min(self.tokens, before + tokens)) - self._least(min(self.tokens, before))
 
     def _least(self, tokens: int) -> float:
         """Return the least attention that so many tokens can have."""
-        ends, work = self._shortest
+        ends, squares = self._shortest
         number = bisect_right(ends, tokens) - 1
-        if tokens == ends[number]:
-            return work[number]
-        share = (tokens - ends[number]) / (ends[number + 1] - ends[number])
-        return work[number] + share * (work[number + 1] - work[number])
+        work = (squares[number] + ends[number]) / 2
+        if part := tokens - ends[number]:  # of the next document, whose length and attention follow from the sums
+            length = ends[number + 1] - ends[number]
+            work += part / length * area(0, length)
+        return work
+
+    def ranges(self, length: int, ends: Sequence[float], to_come: float | None) -> list[tuple[int, int, int]]:
+        """Return (member, start, stop) of a document's ranges over the fewest members that take it, or nothing.
+
+        `ends` are where members end without it. The rest of a member's room is filled with attention `to_come` for each
+        token, or with the shortest documents that are left.
+        """
+        order = sorted((one for one in range(len(ends)) if self.room[one]), key=lambda one: (ends[one], one))
+        # members that are full but for the shortest documents have those
+        full = sum(self.room[one] for one in order if ends[one] > self.limit)
+        tokens = accumulate(self.room[one] for one in order)
+        for number, room in enumerate(tokens, start=1):
+            if room >= length:
+                tried = (self._by_end(order[:number], length, int(share * length), full, to_come) for share in FRONTS)
+                if found := [ranges for ranges in tried if ranges]:
+                    return min(found, key=_cost)
+        return []
+
+    def _by_end(
+        self, members: Sequence[int], length: int, front: int, full: int, to_come: float | None
+    ) -> list[tuple[int, int, int]]:
+        """Return ranges of a document: the first member has the end, the next one what is before it, and so on.
+
+        All share its first `front` tokens, which all but one of them read. With them no single member sends most, and
+        who has many tokens of the middle has room for them.
+        """
+        level = FILLED * self.mean if to_come is None else self.limit
+        ranges: list[tuple[int, int, int]] = []
+        start, stop = 0, length
+        for number, member in enumerate(members):
+            share = min(self.room[member], -((start - front) // (len(members) - number)))
+            room, done = self.room[member] - share, self.done[member] + area(start, start + share)
+            if share:
+                ranges.append((member, start, start + share))
+                start += share
+            if not room or stop == front:
+                continue
+            filling = self._filling(full, room) if to_come is None else room * to_come
+            first = max(front, stop - room, _lowest(front, stop, filling / room, level - done - filling))
+            if first < stop:
+                ranges.append((member, first, stop))
+            full, stop = full + room - (stop - first), first  # the rest of its room takes the shortest documents
+        return ranges if start == stop == front else []
 
     def _levelled(self, length: int, more: float, ends: Sequence[float]) -> list[int]:
         """Return how many tokens of a document each member takes, so that all that take some end alike.
 
         They are the fewest that can do so below the limit, if any can.
         """
-        more = max(more, 1e-9 * self.limit)  # far above what rounding adds to an end
         order = sorted(range(len(ends)), key=ends.__getitem__)
 
         def taken(level: float, members: Sequence[int]) -> list[int]:
@@ -289,12 +415,42 @@ class _Placed:
         start, stop = 0, self.lengths[document]
         for member, tokens in ((member, tokens) for member, tokens in enumerate(shares) if tokens):
             front = max(1, tokens // 2) if tokens < stop - start else tokens  # the last one takes what is left
-            for a, b in ((start, start + front), (stop - tokens + front, stop)):
-                if a < b:
-                    self.held[member].append(Segment(document, a, b))
-                    self.done[member] += area(a, b)
+            both = (member, start, start + front), (member, stop - tokens + front, stop)
+            self.hold(document, (each for each in both if each[1] < each[2]))
             start, stop = start + front, stop - tokens + front
-            self.room[member] -= tokens
 
     def assignment(self) -> Assignment:
-        return Assignment(self.lengths, tuple(tuple(sorted(held)) for held in self.held))
+        segment = partial(tuple.__new__, Segment)  # Segment(...) is slower for a thousand documents
+        return Assignment(self.lengths, tuple(tuple(map(segment, sorted(held))) for held in self.held))
+
+
+def _lowest(front: int, stop: int, beside: float, budget: float) -> int:
+    """Return the first token of the longest range up to `stop` whose attention is within a budget.
+
+    Each token of the range saves the attention `beside` of another one. The attention less what is saved of [a, stop)
+    is g(stop) - g(a) with g(x) = x (x + 1) / 2 - x beside, which is a parabola in a.
+    """
+    least = stop * (stop + 1) / 2 - stop * beside - budget  # that g(a) must have
+    if front * (front + 1) / 2 - front * beside >= least:
+        return front
+    half = beside - 0.5
+    root = half * half + 2 * least
+    return front if root <= 0 else min(stop, max(front, math.ceil(half + math.sqrt(root))))
+
+
+def _cost(ranges: Sequence[tuple[int, int, int]]) -> int:
+    """Return how many tokens travel, and besides what the busiest member sends twice and receives once.
+
+    Forward and backward bring K and V; gradients take the same way back once.
+    """
+    last: dict[int, int] = {}
+    for member, _, stop in ranges:
+        last[member] = max(stop, last.get(member, 0))
+    busy = dict.fromkeys(last, 0)
+    for member, start, stop in ranges:
+        for reader, end in last.items():
+            if reader != member and end > start:
+                tokens = min(end, stop) - start
+                busy[member] += 2 * tokens
+                busy[reader] += tokens
+    return sum(last.values()) - max(last.values()) + max(busy.values())
