@@ -49,6 +49,7 @@ def test_strides_lead_through_the_ranks_of_a_context_group() -> None:
             assert walked == group, shape
 
 
+@pytest.mark.slow
 def test_a_sequence_that_is_too_long_for_a_device_is_cut() -> None:
     space = Space(axes=("z", "data"))
     plan = search(Task(LLAMA, H100, 8, 131072), 16, space=space, simulations=8, top=3)
