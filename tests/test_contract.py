@@ -93,7 +93,7 @@ INSIDE = {
     ],
     "planner": [
         "__init__", "goodput", "machine", "lengths", "sizes", "program", "step_parts", "context", "transformer",
-        "memory", "trace", "simulate", "price", "calibrate", "pipe", "estimate", "robust", "search", "explain",
+        "memory", "trace", "simulate", "price", "fit", "calibrate", "pipe", "estimate", "robust", "search", "explain",
         "correct",
     ],
     "watch": ["__init__", "memory", "processes", "tape", "diagnose", "liveness", "peers", "checks"],

@@ -19,30 +19,25 @@ from fourfold.commands.calibrate import calibrate, check_writable, ranks_of_node
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Op
 from fourfold.planner import calibrate as planner_calibrate
-from fourfold.planner.calibrate import (
+from fourfold.planner.calibrate import COLLECTIVES, LEAST_LARGEST, Calibration, LaunchCall, groups_of, training_step
+from fourfold.planner.fit import (
     BLOCK_ROWS,
     BLOCKS,
-    COLLECTIVES,
     HIDDEN,
     HIDDEN_ROWS,
-    LEAST_LARGEST,
     MOST_TURN,
     SMALL,
     SMALL_LAYERS,
     SMALL_ROWS,
-    Calibration,
     Computation,
-    LaunchCall,
     Measured,
     Message,
     TimedBlocks,
     TimedStep,
     fit_links,
     fit_products,
-    groups_of,
     machine_of,
     not_negative,
-    training_step,
 )
 from fourfold.planner.machine import (
     KERNEL_MODES,
