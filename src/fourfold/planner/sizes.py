@@ -349,20 +349,25 @@ class LocalSizes:
         pairs = m * (self.before + seq / 2) if self.documents is None else sum(map(partial(area, 0), self.documents))
         self.attention_flops = round(4 * pairs * q // inner_cut)
 
-        # tensors that forward keeps
-        keeps_collected = structure.keeps_collected
+        self._size_kept(inner_cut, kv_heads)
+        if traffic is not None:
+            self._size_traffic(traffic)
+
+    def _size_kept(self, inner_cut: int, kv_heads: LocalHeads) -> None:
+        """Set the sizes of tensors that forward keeps."""
+        structure, keeps_collected = self.structure, self.structure.keeps_collected
+        wide_tokens = self.m * structure.wide_itemsize
         self.kept_normed_nbytes = (  # a norm's output as the product that reads it keeps it
-            self.entered_nbytes if policy.keep_gathered and structure.over_x else self.rest_nbytes
+            self.entered_nbytes if self.policy.keep_gathered and structure.over_x else self.rest_nbytes
         )
         self.kept_hidden_nbytes = self.hidden_nbytes if keeps_collected else self.hidden_cut_nbytes
         self.kept_query_nbytes = self.query_nbytes if keeps_collected else 0  # else attention keeps its output itself
         self.kept_output_nbytes = 0 if keeps_collected else self.query_cut_nbytes  # if attention is recomputed
         self.read_nbytes = self._read_nbytes(kv_heads.copied)
-        self.query_statistic_nbytes = m * wide * q // inner_cut // config.head_dim  # one statistic per head and token
-        self.key_statistic_nbytes = m * wide * self.local_kv // config.head_dim
-        self.head_gradient = self.vocab_columns * k  # elements of the gradient of the head's table, with padding
-        if traffic is not None:
-            self._size_traffic(traffic)
+        # one statistic per head and token
+        self.query_statistic_nbytes = wide_tokens * self.q // inner_cut // self.config.head_dim
+        self.key_statistic_nbytes = wide_tokens * self.local_kv // self.config.head_dim
+        self.head_gradient = self.vocab_columns * self.k  # elements of the gradient of the head's table, with padding
 
     def _kv_heads(self, inner_cut: int) -> LocalHeads:
         """Return the KV heads that this rank's queries read."""
