@@ -232,18 +232,22 @@ MOST_ALL_TO_ALL = 4.0
 """The largest `all_to_all`, for the same reason."""
 
 
+def _torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that machine files give this name."""
+    return next(dtype for dtype, known in DTYPES.items() if known == name)
+
+
 def host_speeds(machine: Machine, dtype: str, steps: Sequence[TimedStep]) -> dict[HostMode, HostSpeed]:
     """Return the host's seconds per item and per step in each mode, from small steps: on the CPU without what they
     compute."""
     alone = replace(machine, overhead=0.0, host={}, name=f"{machine.name} without its host")
-    parameters = next(found for found, name in DTYPES.items() if name == dtype)
     found: dict[HostMode, HostSpeed] = {}
     for mode in HOST_MODES:
         rows, right = [], []
         for one in steps:
             if one.mode == mode:
                 sizes = LocalSizes(
-                    replace(SMALL, layers=one.layers), Shape(), Policy(), SMALL_ROWS, SMALL.seq, parameters
+                    replace(SMALL, layers=one.layers), Shape(), Policy(), SMALL_ROWS, SMALL.seq, _torch_dtype(dtype)
                 )
                 work = [item for item in step_program(sizes).work if isinstance(item, ComputeOp)]
                 computes = machine.device == "cpu"
@@ -262,8 +266,7 @@ def as_in_blocks(machine: Machine, dtype: str, blocks: Mapping[KernelMode, Timed
     Nothing but products holds a GPU at its power limit; between other kernels they are faster, by 19% on an H200. Where
     kernels were not traced, all but products and attention is what these leave of the blocks' seconds.
     """
-    parameters = next(found for found, name in DTYPES.items() if name == dtype)
-    sizes = LocalSizes(BLOCKS, Shape(), Policy(), BLOCK_ROWS, BLOCKS.seq, parameters)
+    sizes = LocalSizes(BLOCKS, Shape(), Policy(), BLOCK_ROWS, BLOCKS.seq, _torch_dtype(dtype))
     work = pieces(step_program(sizes, optimizer=False).work)
     traced = [one.traced for one in blocks.values() if one.traced]
     if traced:
@@ -285,9 +288,8 @@ MOST_TRAFFIC = 20.0
 
 def turn_seconds(machine: Machine, dtype: str, ranks: int, step: float) -> float:
     """Return the `turn` with which the program of the step on z takes the measured seconds."""
-    parameters = next(found for found, name in DTYPES.items() if name == dtype)
     shape = Shape(z=ranks)
-    sizes = LocalSizes(HIDDEN, shape, Policy(), HIDDEN_ROWS, HIDDEN.seq, parameters)
+    sizes = LocalSizes(HIDDEN, shape, Policy(), HIDDEN_ROWS, HIDDEN.seq, _torch_dtype(dtype))
     work = step_program(sizes, optimizer=False).work
 
     def predicted(turn: float) -> float:
