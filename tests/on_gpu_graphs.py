@@ -152,7 +152,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
         "gpt-tiny",
         {"compute_dtype": "bfloat16", "overlap": ff.Overlap(halves=2)},
         1,
-        {"documents": True},
+        {"documents": True, **WIDE},
     ),
     "sgd": ("gpt-tiny", {}, 1, {"optimizer_kind": "SGD"}),
     "tokens to the table": ("gpt-tiny", {"even_tokens": True}, 1, {"vocab": 1000}),

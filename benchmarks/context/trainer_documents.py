@@ -76,8 +76,8 @@ class DocumentsSetting:
 
     @property
     def exact_tokens(self) -> int:
-        """Tokens of a bag in fp64: on a GPU scores of whole tiles exist there."""
-        return self.tokens // 4
+        """Tokens of a bag in fp64: on a GPU scores of whole tiles exist there, 8 GiB for half of so many tokens."""
+        return min(self.tokens // 4, 16_384)
 
     def corpus(self, tokens: int) -> Path:
         """Return the file of documents for bags of so many tokens."""

@@ -145,6 +145,7 @@ def found(**changes: object) -> Measured:
         computation=Computation((*timed(1e14, 200.0), Timed(8, 8, 8, "fp32", 1e-6)), 6e13, 1e12, 1e-6, STEPS),
         contention=1.2,
         sharing=0.5,
+        turn=3e-4,
     )
     return Measured(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -158,8 +159,8 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
     assert (machine.peak["bf16"], machine.peak["fp32"]) == (9e14, pytest.approx(1.024e9))
     assert machine.attention == pytest.approx(0.6)
     assert machine.contention == pytest.approx(1.2)
-    assert machine.turn == 0.0
-    assert machine.sources["turn"].startswith("estimate: network cards")
+    assert machine.turn == pytest.approx(3e-4)
+    assert machine.sources["turn"] == "today"
     assert machine.reserve == 130
     assert machine.sources["gemm.bf16"] == "today"
     assert machine.sources["peak.bf16"] == "data sheet of NVIDIA H200"
@@ -313,7 +314,7 @@ def test_a_machine_without_a_compiler_has_no_compiled_steps(monkeypatch: pytest.
 
 
 def test_one_rank_is_a_machine_too() -> None:
-    machine = machine_of("one", "one rank", found(devices_per_node=1, messages=[], contention=1.0), "today")
+    machine = machine_of("one", "one rank", found(devices_per_node=1, messages=[], contention=1.0, turn=None), "today")
     assert parse_machine(to_toml(machine), "one.toml") == machine
     assert not machine.inside
     assert machine.between is None

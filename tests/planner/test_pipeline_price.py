@@ -139,10 +139,22 @@ def test_two_levels_agree_with_all_ranks_together(
 def test_actions_beside_messages_are_counted_once() -> None:
     seconds = {"F": [1.0, 1.0], "B": [1.0, 1.0], "W": [1.0, 1.0]}
     played = play(named("1f1b", 2, 1, 2), seconds, 0.5)
-    beside = beside_messages(played, 0.5)
+    beside = beside_messages(played, 0.5, waiting=False)
     # rank 0: F0 alone, F1 beside F0's message; rank 1: each F beside a message, which arrives or leaves
     assert beside["F", 0] == pytest.approx(0.25)
     assert beside["F", 1] == pytest.approx(0.5)
+
+
+def test_a_receive_that_waits_counts_on_a_gpu() -> None:
+    seconds = {"F": [1.0] * 4, "B": [1.0] * 4, "W": [1.0] * 4}
+    waits = {}
+    for name in ("1f1b", "zb-h1"):
+        played = play(named(name, 4, 1, 8), seconds, 1e-3)
+        quick, slow = (sum(beside_messages(played, 1e-3, waiting=waiting).values()) for waiting in (False, True))
+        waits[name] = slow - quick
+        assert quick < 0.05
+    # a rank of 1F1B mostly waits for what it receives; beside W it computes while a receive waits
+    assert waits["zb-h1"] > 2 * waits["1f1b"]
 
 
 def test_computation_is_slower_beside_messages_between_stages() -> None:

@@ -80,8 +80,10 @@ LEAST_LARGEST = 1 << 20
 """Bytes up to which messages are always measured: the launch dominates smaller ones, and noise would look like
 bandwidth."""
 BESIDE = (1 << 20, 1 << 22)
-"""Bytes of the messages that run during products on the CPU, typical of weights and activations; on a GPU the largest
-message is used."""
+"""Bytes of the messages that run during products, typical of weights and activations on the CPU. On a GPU they show for
+how long messages wait for their turn; how much slower products are is measured during the largest message there."""
+BEGUN = 8
+"""Products that are queued before the messages that are to wait for their turn, beside those that last as long."""
 PART = 0.7
 """The products fill this share of a message's time, so that the message is in flight throughout."""
 ROUNDS = 5
@@ -168,7 +170,7 @@ class Calibration:
         self.modes = [mode for mode in HOST_MODES if has[mode]]
         blocks = len({*self.modes} & {*KERNEL_MODES}) if self.on_gpu else 0
         small_steps = len(self.modes) * len(SMALL_LAYERS)
-        self.steps = len(self.groups) * len(COLLECTIVES) + len(self.shapes) + 6 + small_steps + self.hides + blocks
+        self.steps = len(self.groups) * len(COLLECTIVES) + len(self.shapes) + 6 + small_steps + bool(self.groups) + blocks
         self.done = 0
 
     @property
@@ -184,6 +186,7 @@ class Calibration:
     def measure(self, name: str) -> Machine:
         messages = [message for shape, axes in self._grids() for message in self._messages(shape, axes)]
         contention, sharing = self._contention(messages), self._sharing(messages)
+        turn = self._turn() if self.on_gpu and messages else None
         all_to_all, host_bandwidth = self._all_to_all(messages), self._host_bandwidth()
         computation = self._computation()
         hidden = self._hidden() if self.hides else None
@@ -199,6 +202,7 @@ class Calibration:
             computation=computation,
             contention=contention,
             sharing=sharing,
+            turn=turn,
             all_to_all=all_to_all,
             host_bandwidth=host_bandwidth,
             host_memory=host_nbytes() // self.devices if self.on_gpu else None,
@@ -289,6 +293,37 @@ class Calibration:
                 computed += self._agreed_beside(launch, act, runs)
         self._advance()
         return computed / computed_alone if computed_alone else 1.0
+
+    def _turn(self) -> float:
+        """Return for how much longer a message between all ranks is under way while their GPUs compute all the time.
+
+        The multiprocessors finish what they have begun before they take up the message's kernel.
+        """
+        act = products((2048, 2048, 2048), self.dtype, self.line.device)
+        alone, longer = self._agree(self.average_seconds(act, 0.0)), []
+        for nbytes, op in itertools.product(BESIDE, COLLECTIVES[:2]):
+            _, launch = collective(op, "data", nbytes, self.line, self.dtype)
+            first, idle = (self._agreed_stream_time(launch) for _ in range(2))  # the first one opens connections
+            busy = self._agreed_stream_time(launch, act, math.ceil(2 * max(first, idle) / alone) + BEGUN)
+            longer.append((busy - idle) / ROUNDS)
+        self._advance()
+        return max(0.0, median(longer))
+
+    def _agreed_stream_time(self, launch: LaunchCall, act: Callable[[], object] | None = None, runs: int = 0) -> float:
+        """Return the seconds of some messages in a row, which do not wait for the `runs` acts before them."""
+        stream = torch.cuda.Stream(self.line.device)
+        self._finish()
+        self._agree(0.0)
+        for _ in range(runs if act else 0):
+            act()
+        began = time.perf_counter()
+        with torch.cuda.stream(stream):
+            for _ in range(ROUNDS):
+                launch().wait()
+        stream.synchronize()
+        seconds = time.perf_counter() - began
+        self._finish()
+        return self._agree(seconds)
 
     def _sharing(self, messages: Sequence[Message]) -> float:
         """Return how much longer a message takes while one of another communicator is in flight inside a node.

@@ -10,9 +10,9 @@ It is pure arithmetic:
     both at once  products take `contention` times as long; a message takes `turn` longer if products run all the time
     the host      seconds of a step = item * items of its program + step, for tiny models of several numbers of layers
 
-`turn` is chosen so that the program of a step on z, with messages that can be hidden, takes the seconds that the step
-took. Products during a single message do not show it: there all ranks compute at the same time, while the ranks of a
-step drift apart. Errors are relative, so that a message of 64 KiB weighs as much as one of 64 MiB, and no constant is
+On a GPU `turn` is measured with messages during products. On the CPU these do not show it, for there all ranks compute
+at the same time, while the ranks of a step drift apart: `turn` is chosen so that the program of a step on z, with
+messages that can be hidden, takes the seconds that the step took. Errors are relative, so that a message of 64 KiB weighs as much as one of 64 MiB, and no constant is
 negative. Products are fitted by least squares, collectives by least absolute errors: single sizes are outliers (buffers
 with room, fresh memory) and must not bend the fit for the others.
 """
@@ -146,6 +146,8 @@ class Measured:
     """Seconds of products during messages divided by their seconds alone; 1 if there is one rank."""
     sharing: float
     """How much longer a message takes while another communicator's is in flight; 0 if there is one rank."""
+    turn: float | None = None
+    """For how many seconds longer a message is under way while a GPU computes; None on the CPU or with one rank."""
     all_to_all: Message | None = None
     """An all-to-all inside a node; None if there is one rank."""
     host_bandwidth: float | None = None
@@ -159,8 +161,6 @@ class Measured:
 
 # --- the machine
 
-CARDS = "estimate: network cards and copy engines move the bytes"
-"""The source of `turn` on a GPU."""
 MOST_SHARING = 2.0
 """The largest `sharing` that a machine file may have; what is above is noise."""
 FRAGMENTS = 0.03
@@ -197,7 +197,7 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
         overhead=work.kernel,
         launch=launch,
         contention=max(1.0, found.contention),
-        turn=0.0,
+        turn=found.turn or 0.0,
         sharing=found.sharing,
         congestion=0.0,
         host_bandwidth=found.host_bandwidth,
@@ -313,8 +313,6 @@ def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
     sources["reserve"] = held if found.device == "cpu" else f"{held}, and {FRAGMENTS:.0%} for fragmentation (estimate)"
     alone = source if found.messages else "estimate: one rank communicates with nobody"
     sources |= dict.fromkeys(("launch", "contention", "sharing", "turn"), alone)
-    if found.device != "cpu":
-        sources["turn"] = CARDS
     _, sources["congestion"] = ASSUMED["congestion"]  # it takes more nodes than a calibration has
     if not found.all_to_all:
         _, sources["all_to_all"] = ASSUMED["all_to_all"]

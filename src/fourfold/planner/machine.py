@@ -146,8 +146,8 @@ class Machine:
     contention: float
     """The factor by which products slow down while a collective is in flight; 1 means not at all."""
     turn: float
-    """Seconds that a collective waits for its turn if the device computes all the time; 0 if the bytes are moved by
-    hardware that does not compute, such as network cards."""
+    """Seconds that a collective waits for its turn if the device computes all the time: for a core, or for the
+    multiprocessors of a GPU to finish what they have begun."""
     inside: Mapping[tuple[int, int], LinkSpeed]
     """Links inside a node by (stride, size) of the group, which has the ranks base, base + stride, ..."""
     between: LinkSpeed | None

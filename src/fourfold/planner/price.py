@@ -11,9 +11,10 @@ plays the schedule with the seconds of its stages and messages.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import ceil, inf, log
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -43,8 +44,9 @@ from fourfold.planner.transformer import (
     step_program,
 )
 from fourfold.policy import Policy, Recompute
-from fourfold.schedule.action import Schedule
+from fourfold.schedule.action import PipeMessage, Schedule
 from fourfold.schedule.play import Played, play
+from fourfold.schedule.receives import receives_of
 from fourfold.schedule.stages import Stages
 
 if TYPE_CHECKING:
@@ -503,35 +505,67 @@ MOST_MESSAGES = 4
 """Messages of a micro-batch that a rank sends and receives in a stage."""
 NOT_FELT = 0.01
 """The share of a stage's seconds below which it does not matter that messages slow it down."""
+SLOWDOWN_LEFT = 0.15
+"""The share of the slowdown beside receives that wait which may be left out. They wait for longer beside slower actions,
+so a schedule is played again with actions as slow as in the play before, until this little is left."""
 
 
-def beside_messages(played: Played, hop: float) -> dict[tuple[str, int], float]:
-    """Return for how long each kind of action of each stage runs beside messages of its rank, on average."""
-    placement, last = played.schedule.placement, played.schedule.stages - 1
-    messages: list[list[float]] = [[] for _ in played.spans]  # when they leave; each is sent and received for `hop`
-    for rank, spans in enumerate(played.spans):
-        for (kind, stage, _), _, end in spans:
-            after = stage + 1 if kind == "F" else stage - 1
-            if kind != "W" and 0 <= after <= last and placement[after] != rank:
-                messages[rank].append(end)
-                messages[placement[after]].append(end)
+def beside_messages(played: Played, hop: float, *, waiting: bool) -> dict[tuple[str, int], float]:
+    """Return for how long each kind of action of each stage runs beside messages of its rank, on average.
+
+    A message is in flight for `hop` seconds after it was sent. With `waiting`, as on a GPU, a receive also counts while
+    it waits for its message, and a send while it waits for its receive: both are kernels by then.
+    """
     total: defaultdict[tuple[str, int], float] = defaultdict(float)
     count: Counter[tuple[str, int]] = Counter()
-    for leave, spans in zip(messages, played.spans, strict=True):
-        leave.sort()
+    for flights, spans in zip(_flights(played, hop, waiting=waiting), played.spans, strict=True):
         first = 0
         for (kind, stage, _), start, end in spans:
-            while first < len(leave) and leave[first] + hop <= start:
-                first += 1
-            busy_until = start
-            for left in leave[first:]:
-                if left >= end:
-                    break
-                # what is in flight together counts once
-                total[kind, stage] += max(0.0, min(end, left + hop) - max(busy_until, left))
-                busy_until = max(busy_until, left + hop)
             count[kind, stage] += 1
+            while first < len(flights) and flights[first][1] <= start:
+                first += 1
+            for begin, landed in flights[first:]:
+                if begin >= end:
+                    break
+                total[kind, stage] += min(end, landed) - max(start, begin)
     return {which: seconds / count[which] for which, seconds in total.items()}
+
+
+def _flights(played: Played, hop: float, *, waiting: bool) -> list[list[tuple[float, float]]]:
+    """Return, for every rank, when messages of it are in flight; what is in flight together is one interval."""
+    schedule = played.schedule
+    begun: dict[PipeMessage, float] = {}
+    """When each receive begins, if that matters."""
+    if waiting:
+        for rank, spans in enumerate(played.spans):
+            receives, free = receives_of(schedule, rank, ahead=False), 0.0
+            for action, _, end in spans:
+                begun.update(dict.fromkeys(receives.before.get(action, ()), free))
+                begun.update(dict.fromkeys(receives.after.get(action, ()), end))
+                free = end
+    flights: list[list[tuple[float, float]]] = [[] for _ in played.spans]
+    for spans in played.spans:
+        for action, _, sent in spans:
+            message = schedule.sent(action)
+            if message is not None:
+                received = begun.get(message, sent)
+                landed = max(sent, received) + hop
+                flights[message.source].append((sent, landed))
+                flights[message.target].append((received, landed))
+    return [list(_united(each)) for each in flights]
+
+
+def _united(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield the union of intervals, in order."""
+    begin, reached = inf, -inf
+    for start, end in sorted(intervals):
+        if start > reached:
+            if begin < reached:
+                yield begin, reached
+            begin = start
+        reached = max(reached, end)
+    if begin < reached:
+        yield begin, reached
 
 
 class StageCosts:
@@ -565,18 +599,21 @@ class StageCosts:
 
     def play(self, schedule: Schedule) -> Played:
         """Play a schedule, with computation that is slower while a message of its rank is in flight."""
-        seconds = self.seconds()
+        seconds, machine = self.seconds(), self.prices.machine
         played = play(schedule, seconds, self.hop)
-        lost = 1 - 1 / self.prices.machine.contention
+        lost = 1 - 1 / machine.contention
+        waiting = machine.device != "cpu"  # there a receive that waits takes no core
         stages = (sum(times[stage] for times in seconds.values()) for stage in range(len(self.stages.placement)))
         shortest = min(total for total in stages if total)
-        if MOST_MESSAGES * lost * self.hop < NOT_FELT * shortest:
+        most = shortest if waiting else min(shortest, MOST_MESSAGES * self.hop)
+        if lost * most < NOT_FELT * shortest:
             return played
-        beside = beside_messages(played, self.hop)
-        slower = {kind: list(times) for kind, times in seconds.items()}
-        for (kind, stage), overlap in beside.items():
-            slower["B" if kind == "BW" else kind][stage] += lost * overlap
-        return play(schedule, slower, self.hop)
+        for _ in range(ceil(log(SLOWDOWN_LEFT, lost)) if waiting else 1):
+            slower = {kind: list(times) for kind, times in seconds.items()}
+            for (kind, stage), overlap in beside_messages(played, self.hop, waiting=waiting).items():
+                slower["B" if kind == "BW" else kind][stage] += lost * overlap
+            played = play(schedule, slower, self.hop)
+        return played
 
     @cached_property
     def hop(self) -> float:
