@@ -170,7 +170,9 @@ class Calibration:
         self.modes = [mode for mode in HOST_MODES if has[mode]]
         blocks = len({*self.modes} & {*KERNEL_MODES}) if self.on_gpu else 0
         small_steps = len(self.modes) * len(SMALL_LAYERS)
-        self.steps = len(self.groups) * len(COLLECTIVES) + len(self.shapes) + 6 + small_steps + bool(self.groups) + blocks
+        self.steps = (
+            len(self.groups) * len(COLLECTIVES) + len(self.shapes) + 6 + small_steps + bool(self.groups) + blocks
+        )
         self.done = 0
 
     @property
@@ -304,17 +306,17 @@ class Calibration:
         for nbytes, op in itertools.product(BESIDE, COLLECTIVES[:2]):
             _, launch = collective(op, "data", nbytes, self.line, self.dtype)
             first, idle = (self._agreed_stream_time(launch) for _ in range(2))  # the first one opens connections
-            busy = self._agreed_stream_time(launch, act, math.ceil(2 * max(first, idle) / alone) + BEGUN)
+            busy = self._agreed_stream_time(launch, [act] * (math.ceil(2 * max(first, idle) / alone) + BEGUN))
             longer.append((busy - idle) / ROUNDS)
         self._advance()
         return max(0.0, median(longer))
 
-    def _agreed_stream_time(self, launch: LaunchCall, act: Callable[[], object] | None = None, runs: int = 0) -> float:
-        """Return the seconds of some messages in a row, which do not wait for the `runs` acts before them."""
+    def _agreed_stream_time(self, launch: LaunchCall, acts: Sequence[Callable[[], object]] = ()) -> float:
+        """Return the seconds of some messages in a row, which do not wait for the acts before them."""
         stream = torch.cuda.Stream(self.line.device)
         self._finish()
         self._agree(0.0)
-        for _ in range(runs if act else 0):
+        for act in acts:
             act()
         began = time.perf_counter()
         with torch.cuda.stream(stream):

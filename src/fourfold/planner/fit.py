@@ -12,9 +12,9 @@ It is pure arithmetic:
 
 On a GPU `turn` is measured with messages during products. On the CPU these do not show it, for there all ranks compute
 at the same time, while the ranks of a step drift apart: `turn` is chosen so that the program of a step on z, with
-messages that can be hidden, takes the seconds that the step took. Errors are relative, so that a message of 64 KiB weighs as much as one of 64 MiB, and no constant is
-negative. Products are fitted by least squares, collectives by least absolute errors: single sizes are outliers (buffers
-with room, fresh memory) and must not bend the fit for the others.
+messages that can be hidden, takes the seconds that the step took. Errors are relative, so that a message of 64 KiB
+weighs as much as one of 64 MiB, and no constant is negative. Products are fitted by least squares, collectives by least
+absolute errors: single sizes are outliers (buffers with room, fresh memory) and must not bend the fit for the others.
 """
 
 from __future__ import annotations

@@ -506,8 +506,8 @@ MOST_MESSAGES = 4
 NOT_FELT = 0.01
 """The share of a stage's seconds below which it does not matter that messages slow it down."""
 SLOWDOWN_LEFT = 0.15
-"""The share of the slowdown beside receives that wait which may be left out. They wait for longer beside slower actions,
-so a schedule is played again with actions as slow as in the play before, until this little is left."""
+"""The share of the slowdown beside waiting receives that may be left out. They wait for longer beside slower actions: a
+schedule is played again with actions as slow as in the play before, until this little is left."""
 
 
 def beside_messages(played: Played, hop: float, *, waiting: bool) -> dict[tuple[str, int], float]:
