@@ -36,10 +36,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `import benchmarks`
 
 import torch
-import torch.distributed as dist
 
 import fourfold as ff
-from benchmarks.cluster.emulate import Cluster, ClusterShape, exit_on_signals
+from benchmarks.cluster.each_rank import add_rank_of, measure_on_cluster, run_rank
+from benchmarks.cluster.emulate import ClusterShape
 from benchmarks.shared.rank_pool import PARTITION, RankContext, RankPool, multi_process_service
 from benchmarks.shared.tables import RESULTS, markdown_table, verdict
 from fourfold.axes import CONTEXT
@@ -72,7 +72,7 @@ class DocumentsSetting:
     """Tokens of a bag, which is the whole batch."""
     rounds: int
     folder: str
-    """Where the texts are, and where ranks leave results."""
+    """Where the texts are."""
 
     @property
     def exact_tokens(self) -> int:
@@ -164,29 +164,6 @@ def measure(context: RankContext, setting: DocumentsSetting) -> dict[str, list[d
 # --- ranks
 
 
-def on_cluster(shape: ClusterShape, setting: DocumentsSetting) -> list[Any]:
-    """Run the job on an emulated cluster; every rank leaves its results in the folder."""
-    told = Path(setting.folder) / "setting.json"
-    told.write_text(json.dumps(asdict(setting)))
-    with exit_on_signals(), Cluster(shape) as cluster:
-        code = cluster.run([str(Path(__file__).resolve()), "--rank-of", str(told)], timeout=580)
-    if code:
-        raise SystemExit(f"the job failed with exit code {code}")
-    return [json.loads((told.parent / f"rank-{rank}.json").read_text()) for rank in range(shape.world)]
-
-
-def run_rank(told: Path) -> int:
-    """Be one rank of the emulated cluster."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    context = RankContext(dist.get_rank(), dist.get_world_size(), "cpu")
-    found = measure(context, DocumentsSetting(**json.loads(told.read_text())))
-    (told.parent / f"rank-{context.rank}.json").write_text(json.dumps(found))
-    context.barrier()  # nobody leaves while others still talk to it
-    dist.destroy_process_group()
-    return 0
-
-
 def on_gpu(ranks: int, setting: DocumentsSetting) -> list[Any]:
     """Run the job on ranks that share a GPU, each with its part of it."""
     os.environ[PARTITION] = str(100 // ranks)  # the ranks inherit it
@@ -237,10 +214,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, help="of a bag; default 8192 on the CPU, 65536 on a GPU")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-documents-trainer.md")
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # how torchrun starts a rank
+    add_rank_of(parser)
     options = parser.parse_args()
     if options.rank_of is not None:
-        return run_rank(options.rank_of)
+        return run_rank(options.rank_of, lambda context, told: measure(context, DocumentsSetting(**told)))
     if options.rounds < 2:
         parser.error("--rounds: quartiles need at least 2")
     gpu, load = options.device == "cuda", os.getloadavg()[0]
@@ -255,7 +232,7 @@ def main() -> int:
             where = f"{torch.cuda.get_device_name(0)} shared by {ranks} NCCL ranks of a part each"
         else:
             shape = ClusterShape(options.nodes, ranks, options.mbit)
-            every = on_cluster(shape, setting)
+            every = measure_on_cluster(__file__, shape, asdict(setting))
             where = f"{os.cpu_count()} {os.uname().machine} cores that emulate {shape}"
     lines, gains, difference = table(every, setting)
     gain, (low, _, high) = statistics.median(gains), statistics.quantiles(gains)

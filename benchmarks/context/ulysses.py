@@ -1,7 +1,8 @@
 """One attention layer over a context group, beside DeepSpeed's Ulysses: every way in one run, on the CPU.
 
     pip install 'fourfold[peers]'
-    python benchmarks/context/ulysses.py
+    python benchmarks/context/ulysses.py                                    # 4 ranks of this machine
+    python benchmarks/context/ulysses.py --nodes 2 --ranks 2 --mbit 1000    # 2 emulated nodes of 2 ranks; needs root
 
 Every rank holds the q, k and v of its part of one causal sequence, or of packed documents, fp32, and computes its part
 of the output and the gradients. DeepSpeed's `DistributedAttention` swaps tokens for heads around torch's SDPA, as its
@@ -10,8 +11,9 @@ documents by their lengths, and K and V travel in each of its ways. Sides take t
 step takes as long as its slowest rank. Bytes are those that a rank sends in one step, forward and backward:
 DeepSpeed's by the shapes of its eight all-to-alls. Results are compared with one process.
 
-Ranks are processes that share the machine's cores and send over loopback: times tell what the host and copies cost, not
-how links would be used.
+Ranks are processes that share the machine's cores. Without `--nodes` they send over loopback: times tell what the host
+and copies cost, not how links would be used. With it torchrun starts them on an emulated cluster
+(`cluster/emulate.py`), whose nodes are joined by links of `--mbit`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -27,14 +31,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `import benchmarks`
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 import fourfold as ff
+from benchmarks.cluster.each_rank import add_rank_of, measure_on_cluster, run_rank
+from benchmarks.cluster.emulate import ClusterShape
 from benchmarks.shared.rank_pool import RankContext, RankPool
-from benchmarks.shared.tables import RESULTS, markdown_table
+from benchmarks.shared.tables import RESULTS, markdown_table, verdict
 from fourfold.axes import CONTEXT
 from fourfold.context.assign import assign_documents, assign_rows
 from fourfold.context.move import ContextAttention
@@ -45,6 +53,8 @@ from fourfold.tiles import indices
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
 ROUNDS = 7
 DEEPSPEED = "DeepSpeed Ulysses"
+WHOLE_BAR, PACKED_BAR = 1.05, 0.5
+"""The most that a step may take of DeepSpeed's: `ulysses` for one document, and every way for packed documents."""
 
 
 class LayerRound(NamedTuple):

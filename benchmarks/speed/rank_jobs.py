@@ -120,14 +120,18 @@ def warm_up(state: RankModels, line: Line, steps: int) -> WarmUp:
     cuda = state.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    losses = []
+    losses, first_peak = [], 0
     for step in range(steps):
         recorded = isinstance(model, FourfoldModel) and step == min(RECORDED, steps - 1)
         loss = model.recorded_step() if recorded else model.step()
         losses.append(None if loss is None else float(loss))
         if step == 0:
+            if cuda:  # before the state moves: while both exist, it would count twice
+                first_peak = torch.cuda.max_memory_allocated() - model.base_bytes
             model.base_bytes -= state.states.share(model)
-    peak = torch.cuda.max_memory_allocated() - model.base_bytes if cuda else None
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+    peak = max(first_peak, torch.cuda.max_memory_allocated() - model.base_bytes) if cuda else None
     model.kept_bytes = torch.cuda.memory_allocated() - model.base_bytes if cuda else 0
     for measure in line.measures[1:]:
         act = model.measure(measure)
