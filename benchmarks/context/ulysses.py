@@ -7,9 +7,9 @@
 Every rank holds the q, k and v of its part of one causal sequence, or of packed documents, fp32, and computes its part
 of the output and the gradients. DeepSpeed's `DistributedAttention` swaps tokens for heads around torch's SDPA, as its
 users run it: parts are neighbouring tokens, and documents are a mask. Fourfold's parts are pairs of chunks, or
-documents by their lengths, and K and V travel in each of its ways. Sides take turns, one step each in every round; a
-step takes as long as its slowest rank. Bytes are those that a rank sends in one step, forward and backward:
-DeepSpeed's by the shapes of its eight all-to-alls. Results are compared with one process.
+documents by their lengths, and K and V travel in each of its ways. Sides take turns, one step each in every round, in
+one order and then in the other; a step takes as long as its slowest rank. Bytes are those that a rank sends in one
+step, forward and backward: DeepSpeed's by the shapes of its eight all-to-alls. Results are compared with one process.
 
 Ranks are processes that share the machine's cores. Without `--nodes` they send over loopback: times tell what the host
 and copies cost, not how links would be used. With it torchrun starts them on an emulated cluster
@@ -25,7 +25,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -55,6 +55,9 @@ ROUNDS = 7
 DEEPSPEED = "DeepSpeed Ulysses"
 WHOLE_BAR, PACKED_BAR = 1.05, 0.5
 """The most that a step may take of DeepSpeed's: `ulysses` for one document, and every way for packed documents."""
+
+Question = tuple[tuple[int, ...], list[str]]
+"""The lengths of documents, and the sides that attend to them."""
 
 
 class LayerRound(NamedTuple):
@@ -148,14 +151,28 @@ def measure(context: RankContext, lengths: tuple[int, ...], sides: list[str], ro
         error = max(float((one - whole[own]).abs().max()) for one, whole in zip(results, right, strict=True))
         nbytes = sum(record.wire_bytes for record in records if record.axis == CONTEXT)
         found[side] = LayerRound([], error, sent[0] if sent else nbytes)
-    for _ in range(rounds):
-        for side in sides:
+    for number in range(rounds):
+        for side in sides if number % 2 else reversed(sides):
             attend, own_parts = ready[side]
             context.barrier()
             began = time.perf_counter()
             step_of(attend, *own_parts)
             found[side].seconds.append(time.perf_counter() - began)
     return found
+
+
+def measure_all(context: RankContext, setting: dict[str, Any]) -> list[dict[str, LayerRound]]:
+    """Answer every question of the setting on this rank: the lengths of documents, and sides."""
+    return [measure(context, tuple(lengths), sides, setting["rounds"]) for lengths, sides in setting["questions"]]
+
+
+def on_machine(ranks: int, setting: dict[str, Any]) -> list[Any]:
+    """Run the job on ranks of this machine."""
+    pool = RankPool(ranks, "cpu", RankContext)
+    try:
+        return pool.run(measure_all, setting, timeout=580)
+    finally:
+        pool.close()
 
 
 def packed_lengths(tokens: int) -> tuple[int, ...]:
@@ -166,52 +183,77 @@ def packed_lengths(tokens: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="of the whole sequence")
-    options.add_argument("--ranks", type=int, default=4)
-    options.add_argument("--rounds", type=int, default=ROUNDS)
-    options.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-ulysses.md")
-    chosen = options.parse_args()
-    whole = [DEEPSPEED, f"ulysses:{chosen.ranks}", "gather", "ring"]
-    packed = [DEEPSPEED, f"ulysses:{chosen.ranks}", "exchange"]
-    questions = [
-        *(((tokens,), whole) for tokens in chosen.tokens),
-        *((packed_lengths(tokens), packed) for tokens in chosen.tokens),
-    ]
+def table(every: Sequence[Sequence[Mapping[str, LayerRound]]], questions: Sequence[Question]) -> list[str]:
+    """Return the lines of the table, by what every rank found for every question."""
     rows = []
-    with_pool = RankPool(chosen.ranks, "cpu", RankContext)
-    try:
-        for lengths, sides in questions:
-            every = with_pool.run(measure, lengths, sides, chosen.rounds)
-            times = {
-                side: [max(each) for each in zip(*(found[side].seconds for found in every), strict=True)]
-                for side in sides
-            }
-            for side in sides:
-                pairs = zip(times[side], times[DEEPSPEED], strict=True)
-                rows.append(
-                    [
-                        f"{sum(lengths):,}",
-                        str(len(lengths)),
-                        side,
-                        f"{1e3 * statistics.median(times[side]):.0f}",
-                        f"{statistics.median(own / peer for own, peer in pairs):.2f}",
-                        f"{max(found[side].sent for found in every) / 2**20:.1f}",
-                        f"{max(found[side].error for found in every):.0e}",
-                    ]
-                )
-    finally:
-        with_pool.close()
-    head = ["tokens", "documents", "way", "ms", "of DeepSpeed's", "MiB sent by a rank", "error"]
+    for number, (lengths, sides) in enumerate(questions):
+        ranks = {side: [LayerRound(*found[number][side]) for found in every] for side in sides}
+        times = {
+            side: [max(each) for each in zip(*(one.seconds for one in ranks[side]), strict=True)] for side in sides
+        }
+        for side in sides:
+            ratios = [own / peer for own, peer in zip(times[side], times[DEEPSPEED], strict=True)]
+            ratio, (low, _, high) = statistics.median(ratios), statistics.quantiles(ratios)
+            judged = side != DEEPSPEED and (len(lengths) > 1 or side.startswith("ulysses"))
+            bar = WHOLE_BAR if len(lengths) == 1 else PACKED_BAR
+            rows.append(
+                [
+                    f"{sum(lengths):,}",
+                    str(len(lengths)),
+                    side,
+                    f"{1e3 * statistics.median(times[side]):.0f}",
+                    f"{ratio:.2f}",
+                    f"{low:.2f} to {high:.2f}",
+                    f"{bar}: {verdict(ratio <= bar)}" if judged else "",
+                    f"{max(one.sent for one in ranks[side]) / 2**20:.1f}",
+                    f"{max(one.error for one in ranks[side]):.0e}",
+                ]
+            )
+    head = [
+        "tokens", "documents", "way", "ms", "of DeepSpeed's", "half of the rounds", "bar", "MiB sent by a rank",
+        "error",
+    ]  # fmt: skip
+    return list(markdown_table(head, rows))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, help="emulated nodes; default: this machine as it is")
+    parser.add_argument("--ranks", type=int, help="all ranks, default 4; with --nodes those of a node, default 2")
+    parser.add_argument("--mbit", type=float, help="Mbit/s of each node's link; default: no limit")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="of the whole sequence")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--out", type=Path, help="default: a page of today in benchmarks/results")
+    add_rank_of(parser)
+    options = parser.parse_args()
+    if options.rank_of is not None:
+        return run_rank(options.rank_of, measure_all)
+    if options.rounds < 2:
+        parser.error("--rounds: quartiles need at least 2")
+    if options.mbit is not None and options.nodes is None:
+        parser.error("--mbit: only emulated nodes (--nodes) are joined by links")
+    shape = ClusterShape(options.nodes, options.ranks or 2, options.mbit) if options.nodes is not None else None
+    ranks = shape.world if shape is not None else options.ranks or 4
+    whole, packed = [DEEPSPEED, f"ulysses:{ranks}", "gather", "ring"], [DEEPSPEED, f"ulysses:{ranks}", "exchange"]
+    questions: list[Question] = [
+        *(((tokens,), whole) for tokens in options.tokens),
+        *((packed_lengths(tokens), packed) for tokens in options.tokens),
+    ]
+    setting, load = {"questions": questions, "rounds": options.rounds}, os.getloadavg()[0]
+    cores = f"{os.cpu_count()} {os.uname().machine} cores"
+    if shape is not None:
+        every, where = measure_on_cluster(__file__, shape, setting), f"{cores} that emulate {shape}"
+    else:
+        every, where = on_machine(ranks, setting), f"{cores} shared by {ranks} ranks"
     text = (
-        f"# Attention over a context group, beside DeepSpeed's Ulysses\n\n`python benchmarks/context/ulysses.py`, "
-        f"{date.today()}, {os.cpu_count()} {os.uname().machine} cores shared by {chosen.ranks} ranks, torch "
+        "# Attention over a context group, beside DeepSpeed's Ulysses\n\n"
+        f"`{shlex.join(['python', 'benchmarks/context/ulysses.py', *sys.argv[1:]])}`, {date.today()}, {where}, torch "
         f"{torch.__version__}, DeepSpeed {version('deepspeed')}. Forward and backward of causal attention, {HEADS} "
-        f"query heads and {KV_HEADS} KV heads of {HEAD_DIM}, fp32; medians of {chosen.rounds} rounds, ratios within a "
-        "round.\n\n" + "\n".join(markdown_table(head, rows))
+        f"query heads and {KV_HEADS} KV heads of {HEAD_DIM}, fp32; medians of {options.rounds} rounds, ratios within a "
+        f"round. Load average of the machine before: {load:.1f}.\n\n" + "\n".join(table(every, questions))
     )
-    chosen.out.write_text(text + "\n")
+    name = "ulysses" if shape is None else "ulysses-cluster"
+    (options.out or RESULTS / f"{date.today()}-{name}.md").write_text(text + "\n")
     print(text)
     return 0
 
