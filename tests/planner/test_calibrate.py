@@ -294,6 +294,7 @@ def test_the_step_on_z_takes_what_it_took(turn: float) -> None:
 def test_a_step_slower_than_any_wait_explains_has_the_longest() -> None:
     machine = machine_of("here", "two nodes", found(device="cpu", hidden=1e3, ranks=4), "today")
     assert machine.turn == pytest.approx(MOST_TURN, rel=1e-3)
+    assert machine.sources["turn"].startswith("estimate: the step was slower than any wait explains")
 
 
 def test_a_machine_without_a_compiler_has_no_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:

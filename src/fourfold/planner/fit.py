@@ -313,6 +313,8 @@ def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
     sources["reserve"] = held if found.device == "cpu" else f"{held}, and {FRAGMENTS:.0%} for fragmentation (estimate)"
     alone = source if found.messages else "estimate: one rank communicates with nobody"
     sources |= dict.fromkeys(("launch", "contention", "sharing", "turn"), alone)
+    if machine.turn > MOST_TURN * (1 - 2.0 ** (1 - HALVINGS)):  # where the bisection ends if no wait is long enough
+        sources["turn"] = f"estimate: the step was slower than any wait explains ({source})"
     _, sources["congestion"] = ASSUMED["congestion"]  # it takes more nodes than a calibration has
     if not found.all_to_all:
         _, sources["all_to_all"] = ASSUMED["all_to_all"]

@@ -38,9 +38,11 @@ class LengthSample:
         """Read the sample of `fourfold data lengths --json`, or numbers that are separated by blanks or lines."""
         text = path.read_text()
         try:
-            found = json.loads(text)["sample"] if text.lstrip().startswith("{") else map(int, text.split())
-            return cls(tuple(found))
-        except (ValueError, KeyError, TypeError) as error:
+            found = json.loads(text) if text.lstrip().startswith(("{", "[")) else map(int, text.split())
+            if isinstance(found, dict) and "sample" not in found:
+                raise ValueError("it has no key 'sample'")
+            return cls(tuple(found["sample"] if isinstance(found, dict) else found))
+        except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{path} has no lengths of documents ({error}); write it with fourfold data lengths --json {path}, or "
                 "as numbers of tokens, one on a line"

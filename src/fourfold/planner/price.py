@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import ceil, inf, log
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -505,9 +505,9 @@ MOST_MESSAGES = 4
 """Messages of a micro-batch that a rank sends and receives in a stage."""
 NOT_FELT = 0.01
 """The share of a stage's seconds below which it does not matter that messages slow it down."""
-SLOWDOWN_LEFT = 0.15
-"""The share of the slowdown beside waiting receives that may be left out. They wait for longer beside slower actions: a
-schedule is played again with actions as slow as in the play before, until this little is left."""
+SLOWED_PLAYS = 2
+"""How often a schedule is played again with actions slowed as in the play before, where receives wait: they wait for
+longer beside slower actions. A number that followed the contention would make prices jump where it changes."""
 
 
 def beside_messages(played: Played, hop: float, *, waiting: bool) -> dict[tuple[str, int], float]:
@@ -608,7 +608,7 @@ class StageCosts:
         most = shortest if waiting else min(shortest, MOST_MESSAGES * self.hop)
         if lost * most < NOT_FELT * shortest:
             return played
-        for _ in range(ceil(log(SLOWDOWN_LEFT, lost)) if waiting else 1):
+        for _ in range(SLOWED_PLAYS if waiting else 1):
             slower = {kind: list(times) for kind, times in seconds.items()}
             for (kind, stage), overlap in beside_messages(played, self.hop, waiting=waiting).items():
                 slower["B" if kind == "BW" else kind][stage] += lost * overlap
