@@ -49,6 +49,8 @@ class Options:
     halves: bool = False
     aligned: bool = False
     even_tokens: bool = False
+    experts: bool = False
+    """A mixture of experts, with an MLP beside them, behind a first dense block."""
 
     def __str__(self) -> str:
         return "+".join(f.name for f in dataclasses.fields(self) if getattr(self, f.name)) or "none"
@@ -59,7 +61,8 @@ def pad_small_logits() -> AbstractContextManager[Any]:
     return mock.patch.multiple(layout, ALIGNED_COLUMNS=10, ALIGNED_ITEMSIZES=(8,), LEAST_TO_PADDING=0)
 
 
-NAMES = [field.name for field in dataclasses.fields(Options)]
+NAMES = [field.name for field in dataclasses.fields(Options) if field.name != "experts"]
+"""The options that are drawn. Mixtures have cases of their own (nn/test_moe.py): no plan predicts what they send."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +80,24 @@ class Case:
     def config(self) -> ff.models.ModelConfig:
         """24 heads and widths that every grid of up to 8 ranks can cut."""
         options = self.options
+        mixture: dict[str, Any] = {}
+        if options.experts:
+            mixture = dict(experts=5, top_k=2, expert_hidden=24, shared_hidden=24, dense_layers=1)
         return ff.models.config(
-            "llama-tiny" if options.llama else "gpt-tiny",
-            layers=2 if options.two_layers else 1,
+            "llama-tiny" if options.llama or options.experts else "gpt-tiny",
+            layers=2 if options.two_layers or options.experts else 1,
             hidden=24,
             head_dim=8,
             # 3 heads for 24: x or y of 2, 4, 6, 8 cut through them or leave ranks without one of their own
             kv_heads=3 if options.few_kv_heads else 24,
             mlp_hidden=24,
-            bias=options.bias,
+            bias=options.bias and not options.experts,
             tied=options.tied,
             qk_norm=options.qk_norm,
             # large enough for tokens to go to the table
             vocab=(53 if options.odd_vocab else 48) * (10 if options.even_tokens else 1),
             seq=16,
+            **mixture,
         )
 
     @property

@@ -5,6 +5,8 @@ Shares nothing with the package but the config, the parameter names and the init
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -84,13 +86,41 @@ class MLP(nn.Module):
         return self.down(functional.gelu(self.up(a), approximate="tanh"))
 
 
-class Block(nn.Module):
+class MoE(nn.Module):
+    """Every token through its experts, one after another."""
+
     def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        sizes = config.experts, config.expert_hidden, config.hidden
+        self.router = nn.Linear(config.hidden, config.experts, bias=False)
+        self.gate, self.up = (nn.Parameter(torch.empty(sizes)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_hidden))
+        if config.shared_hidden:
+            self.shared = MLP(replace(config, mlp_hidden=config.shared_hidden))
+
+    def forward(self, a: Tensor) -> Tensor:
+        config, tokens = self.config, a.flatten(0, -2)
+        logits = self.router(tokens)
+        scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+        rows = []
+        for token, score in zip(tokens, scores, strict=True):
+            known = score.tolist()
+            best = sorted(range(config.experts), key=lambda expert: (-known[expert], expert))[: config.top_k]
+            total = sum(score[expert] for expert in best) if config.normalize_top_k else 1.0
+            hidden = ((functional.silu(self.gate[e] @ token) * (self.up[e] @ token)) * score[e] / total for e in best)
+            rows.append(sum(self.down[e] @ each for e, each in zip(best, hidden, strict=True)))
+        out = torch.stack(rows).view(a.shape)
+        return out + self.shared(a) if config.shared_hidden else out
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
         self.attention = Attention(config)
         self.mlp_norm = _norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config) if config.is_mixture(layer) else MLP(config)
 
     def forward(self, a: Tensor) -> Tensor:
         a = a + self.attention(self.attention_norm(a))
@@ -104,7 +134,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab, config.hidden)
         if config.positions == "learned":
             self.positions = nn.Embedding(config.seq, config.hidden)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = _norm(config)
         if not config.tied:
             self.head = nn.Linear(config.hidden, config.vocab, bias=False)
@@ -134,5 +164,5 @@ def initial(config: ModelConfig, name: str) -> Init:
         return Init(mean=1.0)
     if name.endswith("bias"):
         return Init()
-    deep = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    deep = name.endswith(("attention.out.weight", "down.weight", "mlp.down"))
     return Init(std=0.02 / (2 * config.layers) ** 0.5 if deep else 0.02)

@@ -339,3 +339,35 @@ def _column(targets: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
     column = targets - first
     here = (column >= 0) & (column < held)
     return column.masked_fill(~here, 0), here
+
+
+# --- products of experts
+
+
+def grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return a_e b_e for every expert e: a [P, k] by expert, b [E, k, n], ends [E] -> [P, n]."""
+    if _has_grouped(a):
+        return functional.grouped_mm(a, b, offs=ends)
+    parts = a.split(_counts(a, ends))
+    return torch.cat([part @ factor for part, factor in zip(parts, b, strict=True)])
+
+
+def grouped_weights(dout: Tensor, a: Tensor, ends: Tensor) -> Tensor:
+    """Return dout_e^T a_e for every expert e: dout [P, n] and a [P, k] by expert, ends [E] -> [E, n, k]."""
+    if _has_grouped(a):
+        return functional.grouped_mm(dout.t(), a, offs=ends)
+    counts = _counts(a, ends)
+    return torch.stack([d.t() @ part for d, part in zip(dout.split(counts), a.split(counts), strict=True)])
+
+
+def _has_grouped(a: Tensor) -> bool:
+    """Return whether one kernel multiplies all experts; elsewhere the host must know how many rows each has."""
+    return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
+
+
+def _counts(a: Tensor, ends: Tensor) -> list[int]:
+    """Return the rows of each expert; of a dry run, which has no numbers, equally many."""
+    if a.is_meta:
+        rows, experts = a.shape[0], ends.shape[0]
+        return [rows // experts + (expert < rows % experts) for expert in range(experts)]
+    return torch.diff(ends, prepend=ends.new_zeros(1)).tolist()

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from fourfold.errors import nearest
 from fourfold.models.sizes import SIZES
 from fourfold.nn.rope import Rope, RopeScaling
+from fourfold.nn.router import Routing, Score
 from fourfold.policy import Halves, Policy, choose_halves
 from fourfold.shape import Shape, shapes_of
 from fourfold.synonyms import find_synonym
@@ -75,12 +76,30 @@ class ModelConfig:
     """Probability with which an attention weight is dropped in training; by default `dropout`."""
     norm_eps: float = 1e-5
     """Number that norms add to the variance, against division by zero."""
+    experts: int = 0
+    """Number of experts of a mixture, which blocks have in place of an MLP; 0 stands for no mixture."""
+    top_k: int = 2
+    """Number of experts that a token goes through."""
+    expert_hidden: int = 0
+    """Width inside an expert, in features."""
+    shared_hidden: int = 0
+    """Width inside the MLP beside the experts that all tokens go through, in features; 0 stands for none."""
+    dense_layers: int = 0
+    """Number of first blocks that have an MLP all the same."""
+    score: Score = "softmax"
+    """What makes scores of the router's logits."""
+    normalize_top_k: bool = True
+    """Whether the scores of a token's experts are divided by their sum."""
+    aux: float = 0.0
+    """Weight of the loss that a router has if the experts of a sequence are used unequally, a number without unit."""
+    z_loss: float = 0.0
+    """Weight of the loss that a router has for large logits, a number without unit."""
 
     def __post_init__(self) -> None:
         for name, kind in MODEL_FIELDS.items():
             value = getattr(self, name)
-            if kind is int and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            if kind is int and value < (name not in MAY_BE_ZERO):
+                raise ValueError(f"{name}={value} must be at least {int(name not in MAY_BE_ZERO)}")
             if get_origin(kind) is Literal and value not in get_args(kind):
                 raise ValueError(f"{name}={value!r} is none of {get_args(kind)}")
         if self.heads % self.kv_heads:
@@ -91,6 +110,7 @@ class ModelConfig:
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
         self._check_scaling()
+        self._check_mixture()
         for name in ("dropout", "attention_dropout"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
@@ -103,6 +123,36 @@ class ModelConfig:
             raise ValueError(f"rope_attention={self.rope_attention} must be at least 0")
         if self.rope_scaling in ("llama3", "yarn") and not 0 < self.rope_slow < self.rope.fast:
             raise ValueError(f"rope_slow={self.rope_slow} must be above 0 and below rope_fast={self.rope.fast}")
+
+    def _check_mixture(self) -> None:
+        if not self.experts:
+            given = [
+                name for name in OF_A_MIXTURE if getattr(self, name) != ModelConfig.__dataclass_fields__[name].default
+            ]
+            if given:
+                raise ValueError(
+                    f"{given[0]}={getattr(self, given[0])} is for a mixture of experts; give experts as well"
+                )
+            return
+        if self.expert_hidden < 1:
+            raise ValueError(f"experts={self.experts} needs expert_hidden, the width inside an expert")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k={self.top_k} must be at most experts={self.experts}")
+        if self.dense_layers >= self.layers:
+            raise ValueError(f"dense_layers={self.dense_layers} of layers={self.layers} leaves no block for experts")
+        if self.aux < 0 or self.z_loss < 0:
+            raise ValueError(f"aux={self.aux} and z_loss={self.z_loss} must be at least 0")
+        if self.mlp != "swiglu" or self.bias:
+            raise ValueError("experts are gated and have no biases; a mixture needs mlp='swiglu' and bias=False")
+
+    @property
+    def routing(self) -> Routing:
+        """How tokens choose their experts."""
+        return Routing(self.experts, self.top_k, self.score, self.normalize_top_k, self.aux, self.z_loss)
+
+    def is_mixture(self, layer: int) -> bool:
+        """Return whether a block has a mixture of experts in place of an MLP."""
+        return self.experts > 0 and layer >= self.dense_layers
 
     @property
     def rope(self) -> Rope:
@@ -135,11 +185,22 @@ class ModelConfig:
         rules = (
             ("hidden", self.hidden, y, f"y={y}"),
             ("heads", self.heads, inner, name),
-            ("mlp_hidden", self.mlp_hidden, inner, name),
+            *((width, getattr(self, width), inner, name) for width in self._mlp_widths),
             ("kv_heads*head_dim", self.kv_heads * self.head_dim, x, f"x={x}"),
         )
         # KV heads need not divide by the ranks, but their features must: K and V are then made whole and selected.
         return next((rule for rule in rules if rule[1] % rule[2]), None)
+
+    @property
+    def _mlp_widths(self) -> tuple[str, ...]:
+        """The names of the widths inside what blocks have behind attention."""
+        if not self.experts:
+            return ("mlp_hidden",)
+        dense, shared = (
+            (("mlp_hidden",) if self.dense_layers else ()),
+            (("shared_hidden",) if self.shared_hidden else ()),
+        )
+        return (*dense, "expert_hidden", *shared)
 
     @property
     def parameters(self) -> int:
@@ -153,9 +214,21 @@ class ModelConfig:
         norm = self.hidden * (2 if self.norm == "layer" and self.bias else 1)
         block = attention + mlp + 2 * norm + (biases if self.bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
         tables = self.vocab * (1 if self.tied else 2) + (self.seq if self.positions == "learned" else 0)
-        return self.layers * block + norm + tables * self.hidden
+        mixtures = sum(map(self.is_mixture, range(self.layers)))
+        experts = self.hidden * (self.experts + 3 * (self.experts * self.expert_hidden + self.shared_hidden))
+        return self.layers * block + mixtures * (experts - mlp) + norm + tables * self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """The number of parameters that compute something for one token: all but those of the experts it leaves out."""
+        mixtures = sum(map(self.is_mixture, range(self.layers)))
+        return self.parameters - mixtures * 3 * self.hidden * self.expert_hidden * (self.experts - self.top_k)
 
 
+OF_A_MIXTURE = ("top_k", "expert_hidden", "shared_hidden", "dense_layers", "score", "normalize_top_k", "aux", "z_loss")
+"""The fields that need `experts`."""
+MAY_BE_ZERO = ("experts", "expert_hidden", "shared_hidden", "dense_layers")
+"""The whole numbers that may be 0, which stands for none."""
 MODEL_FIELDS: dict[str, Any] = {**get_type_hints(ModelConfig), "attention_dropout": float}
 """The type of each field that is given. Whoever needs a list of the fields takes it from here."""
 
@@ -201,6 +274,8 @@ def _why_whole(config: ModelConfig, shape: Shape, seq: int, packed: bool) -> str
         return "places share it"
     if packed:
         return "it has packed documents"
+    if config.experts and config.aux:
+        return "the experts of a sequence are counted together"
     if config.dropout_of_attention:
         return "attention drops weights, whose mask is that of whole rows"
     return ""

@@ -19,6 +19,12 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, mlp_hidden: int,
     return {**sizes, "mlp_hidden": mlp_hidden, "vocab": 128256, "seq": 8192, **choices, **other}
 
 
+def _mixture(experts: int, top_k: int, expert_hidden: int, *sizes: int, **other: Any) -> dict[str, Any]:
+    layers, hidden, heads, kv_heads, mlp_hidden = sizes
+    mixture = dict(experts=experts, top_k=top_k, expert_hidden=expert_hidden, aux=0.001, rope_theta=1e6)
+    return _llama(layers, hidden, heads, kv_heads, mlp_hidden, **{**mixture, **other})
+
+
 LLAMA_3_1 = dict(seq=131072, rope_scaling="llama3", rope_factor=8.0, rope_slow=1.0, rope_fast=4.0)
 """What Llama 3.1 changed for long sequences."""
 SIZES: dict[str, dict[str, Any]] = {
@@ -41,5 +47,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _llama(32, 4096, 32, 8, 14336, **LLAMA_3_1),
     "llama-3-70b": _llama(80, 8192, 64, 8, 28672),
     "llama-3-405b": _llama(126, 16384, 128, 8, 53248),
+    "moe-tiny": _mixture(8, 2, 48, 2, 48, 24, 4, 96, vocab=257, seq=128, rope_theta=10000.0, aux=0.01),
+    "mixtral-8x7b": _mixture(8, 2, 14336, 32, 4096, 32, 8, 14336, vocab=32000, seq=32768),
+    "mixtral-8x22b": _mixture(8, 2, 16384, 56, 6144, 48, 8, 16384, vocab=32768, seq=65536),
+    "qwen3-30b-a3b": _mixture(
+        128, 8, 768, 48, 2048, 32, 4, 6144, head_dim=128, qk_norm=True, norm_eps=1e-6, vocab=151936, seq=40960
+    ),
 }
 """The published sizes by name, as fields of `ModelConfig`."""

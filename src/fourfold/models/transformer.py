@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from fourfold import comm
 from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, PIPE
 from fourfold.comm import all_gather, equal_along
 from fourfold.context.assign import plan_context
@@ -37,8 +38,10 @@ from fourfold.nn.layer import Dropout, Layer, assemble, recompute
 from fourfold.nn.linear import MLP, Contract, Expand
 from fourfold.nn.lora import LORA, LoraConfig, LoraPair
 from fourfold.nn.loss import IGNORE_INDEX, count_first, cross_entropy, sum_halves, sum_of_places, sum_over_batch
+from fourfold.nn.moe import MoE
 from fourfold.nn.norm import Norm
 from fourfold.nn.rng import key_of
+from fourfold.nn.router import LossWeight, Sequences
 from fourfold.offload import OffloadedInputs, Offloader
 from fourfold.operators import AsyncResult, Ready
 from fourfold.pipeline import Half, MicroBatch, run_plain
@@ -90,7 +93,8 @@ class BlockInputs:
 class TransformerBlock(Layer):
     """Computes a + attention(norm(a)), then a + mlp(norm(a)), both in rest."""
 
-    def __init__(self, config: ModelConfig, grid: Grid, policy: Policy) -> None:
+    def __init__(self, config: ModelConfig, grid: Grid, policy: Policy, *, mixture: bool = False) -> None:
+        """`mixture`: whether the block has a mixture of experts in place of an MLP."""
         super().__init__(grid, policy)
         # As in GPT-2: scaled by depth, so that the variance of the residual stream does not grow with it.
         out_init = Init(std=0.02 / (2 * config.layers) ** 0.5)
@@ -109,7 +113,15 @@ class TransformerBlock(Layer):
         )
         self.attention_dropout = Dropout(grid, policy, config.dropout)
         self.mlp_norm = _norm(config, grid, policy)
-        self.mlp = MLP(grid, policy, config.hidden, config.mlp_hidden, kind=config.mlp, **both)
+        self.mlp: MLP | MoE
+        if mixture:
+            if policy.mlp_chunk:
+                raise ValueError(f"mlp_chunk={policy.mlp_chunk}: experts run on all tokens of a place; use mlp_chunk=0")
+            sizes = config.hidden, config.expert_hidden, config.routing
+            inits = dict(init=both["init"], out_init=out_init)
+            self.mlp = MoE(grid, policy, *sizes, shared_hidden=config.shared_hidden, **inits)
+        else:
+            self.mlp = MLP(grid, policy, config.hidden, config.mlp_hidden, kind=config.mlp, **both)
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
         alone = all(grid.size(axis) == 1 for axis in ("x", "y", GATHERED))
         plain_norm = config.norm == "rms" or config.bias  # a LayerNorm without bias runs by itself
@@ -177,10 +189,13 @@ class TransformerBlock(Layer):
             # backward reads no value of what the MLP computes; a hook on the dropout behind it would
             engine = self.engine
             wanted = not engine.recomputing or self.mlp_dropout.hooked
-            owed = yield from self.mlp.turns(normed, batch.tokens, wanted=wanted)
+            if isinstance(self.mlp, MoE):
+                owed = yield from self.mlp.turns(normed, batch.tokens, batch.sequences)
+            else:
+                owed = yield from self.mlp.turns(normed, batch.tokens, wanted=wanted)
             if engine.recomputing and not self.mlp_dropout.acts:
                 return ResidualStream(a)  # backward needs no value of what follows, so it is not recomputed
-            leaving = self.mlp.down.leave(owed, batch.tokens)
+            leaving = self.mlp.leave(owed, batch.tokens)
         if self.mlp_dropout.acts:
             yield
             leaving = Ready(self.mlp_dropout(leaving.wait()))
@@ -188,9 +203,9 @@ class TransformerBlock(Layer):
 
     def _weights_of_whole(self) -> BlockWeights | None:
         """Return the weights for the compiled block, or None if its parts have to run one by one."""
-        parts = self.attention_norm, self.attention, self.mlp_norm, self.mlp
-        if self.attention_dropout.acts or self.mlp_dropout.acts or self.attention.drops:
+        if isinstance(self.mlp, MoE) or self.attention_dropout.acts or self.mlp_dropout.acts or self.attention.drops:
             return None
+        parts = self.attention_norm, self.attention, self.mlp_norm, self.mlp
         if not can_run_whole(*parts):
             return None
         if self._whole is None or self._whole.parts != parts:
@@ -233,6 +248,11 @@ class Transformer(Layer):
                 f"the grid {grid} cuts sequences over places, where attention cannot drop weights; "
                 "build the model with attention_dropout=0.0 (model.attention_dropout of a config)"
             )
+        if grid.shape.context > 1 and config.routing.balances:
+            raise ValueError(
+                f"aux={config.aux} and z_loss={config.z_loss}: the grid {grid} cuts sequences over places, and the "
+                "experts of a sequence are counted by one place; set both to 0, or use a grid without context"
+            )
         self.config = config
         self._compared = False
         self._usual = torch.Size((1, 1))
@@ -257,7 +277,9 @@ class Transformer(Layer):
             self.positions = None
         self.dropout = Dropout(grid, policy, config.dropout)
         self.layers = nn.ModuleList(
-            TransformerBlock(config, grid, held[index]) if index in held else Elsewhere()
+            TransformerBlock(config, grid, held[index], mixture=config.is_mixture(index))
+            if index in held
+            else Elsewhere()
             for index in range(config.layers)
         )
         self.norm: Any = _norm(config, grid, policy) if last else Elsewhere()
@@ -358,7 +380,8 @@ class Transformer(Layer):
         targets. Only the last stage knows faults of other places.
         """
         streams = None if arrived is None else arrived.split([self._rest_rows(half) for half in batch.halves])
-        halves, aims = batch.halves, [half.targets for half in batch.halves]
+        halves, weight = self._balanced(batch.halves, count)
+        aims = [half.targets for half in halves]
         run = partial(self._run, stage, halves, streams)
         fault = torch.full((), float(bool(batch.fault)), device=halves[0].tokens.device)
         if not self.stages.has_head(stage):
@@ -374,8 +397,52 @@ class Transformer(Layer):
             total, faults = count_first(aims, ignore_index, self.grid, count=count, faults=known)
             shares = run(lambda a, half: self.head.loss_share(a, half.targets, ignore_index, total))
             result = sum_of_places(sum_halves(shares), self.grid, "loss")
-            return result.to(torch.promote_types(self.compute, torch.float32)), faults
-        return cross_entropy(run(self._logits), aims, self.head.vocabulary(ignore_index), count=count, faults=known)
+            result = result.to(torch.promote_types(self.compute, torch.float32))
+        else:
+            vocabulary = self.head.vocabulary(ignore_index)
+            result, faults = cross_entropy(run(self._logits), aims, vocabulary, count=count, faults=known)
+        if weight is not None and result.requires_grad:
+            weight.follow(result)
+        return result, faults
+
+    def _balanced(self, halves: list[Half], count: Tensor | int | None) -> tuple[list[Half], LossWeight | None]:
+        """Return the halves with the sequences that routers balance, and the weight of their losses, if they have any.
+
+        `count` is the number of targets of the whole batch; without it all tokens of all places count.
+        """
+        if not self.config.routing.balances or not (self.training and torch.is_grad_enabled()):
+            return halves, None
+        tokens = sum(half.batch.tokens for half in halves) * self.grid.shape.places
+        weight = LossWeight(tokens if count is None else count)
+        found = []
+        for half in halves:
+            batch, device = half.batch, half.tokens.device
+            if not self.config.aux:  # nothing is counted by sequence
+                sequences = Sequences(torch.zeros(batch.tokens, dtype=torch.long, device=device), 1, weight)
+            elif batch.positions is None:
+                of_tokens = torch.arange(batch.rows, device=device).repeat_interleave(batch.seq)
+                sequences = Sequences(of_tokens, batch.rows, weight)
+            else:
+                # Sequence 0 is what goes on from a row before. There may be as many as tokens, because the host need
+                # not know how many documents there are.
+                sequences = Sequences((batch.positions.flatten() == 0).cumsum(0), batch.tokens + 1, weight)
+            found.append(replace(half, batch=replace(batch, sequences=sequences)))
+        return found, weight
+
+    def expert_load(self) -> Tensor:
+        """Return how many tokens each expert of each block has had since the last call, [layers, experts].
+
+        All ranks call it and get the sum over all places. Passes that backward computes again do not count.
+        """
+        load = torch.zeros(self.config.layers, self.config.experts, dtype=torch.long, device=self.grid.device)
+        for index, block in enumerate(self.layers):
+            mixture = getattr(block, "mlp", None)
+            if isinstance(mixture, MoE) and mixture.load is not None:
+                load[index], mixture.load = mixture.load, None
+        with self.grid.ledger.not_counted():
+            for axis in (*BATCH, PIPE):
+                load = comm.all_reduce(load, self.grid, axis, label="load of experts").wait()
+        return load
 
     def whole_rows(
         self,

@@ -29,6 +29,7 @@ from fourfold.nn.linear import Contract, Expand, expand_in_turns, expand_joined,
 from fourfold.nn.lora import LORA, add_delta
 from fourfold.nn.norm import HeadNorm
 from fourfold.nn.rng import seeded
+from fourfold.nn.router import Sequences
 from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
 from fourfold.policy import Policy
 from fourfold.tiles import Documents, Tile, Tiles, attend, document_lengths, document_tiles
@@ -53,6 +54,8 @@ class Batch:
     """The row of which the batch is one half, with its positions; None if the batch has whole rows."""
     half: int = 0
     """Which half of that row."""
+    sequences: Sequences | None = None
+    """Which tokens belong together, for the losses of routers; None if these do not count."""
 
     @classmethod
     def of(

@@ -282,6 +282,11 @@ class LocalSizes:
 
     def __post_init__(self) -> None:
         config, shape, policy, seq = self.config, self.shape, self.policy, self.seq
+        if config.experts:
+            raise ValueError(
+                f"experts={config.experts}: plans and `fourfold train`, which makes one, do not know mixtures of "
+                "experts; build the model with ff.models.build and train it in a loop of your own"
+            )
         self.item = item = (policy.compute_dtype or self.dtype).itemsize  # bytes of one element of an activation
         if not self.number_of_halves:
             packed = self.documents is not None

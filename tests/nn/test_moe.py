@@ -1,0 +1,230 @@
+"""Mixtures of experts: equal to one process on every grid, with the losses of their routers, and refused where they do
+not run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import checkpoints
+import fourfold as ff
+import plain
+from fourfold.nn.layer import specs_of
+from fourfold.nn.moe import Pairs
+from fourfold.nn.router import Routing
+from fourfold.planner.sizes import LocalSizes
+from fourfold.policy import Overlap, Policy
+from fourfold.shape import Shape
+from harness import grid_of, join_shards
+from parity import Case, Options, errors, on_one_process, on_ranks
+from share import others_slow
+
+HALVES = Overlap(halves=2)
+CASES = [
+    *(
+        Case(shape, mode, Options(experts=True, **options))
+        for shape, mode, options in (
+            (Shape(x=2, y=2), "sharded", dict(keep_gathered=True, keep_weights=True)),
+            (Shape(x=2, z=2), "sharded", dict(halves=True)),
+            (Shape(y=2, z=2), "replicated", dict(accumulate=True, masked=True)),
+            (Shape(x=4), "sharded", dict(odd_tokens=True)),  # 7 tokens on 4 ranks
+            (Shape(x=2, data=2), "replicated", {}),
+            (Shape(z=4), "sharded", dict(qk_norm=True)),  # 5 experts over 4 ranks
+            (Shape(x=2, y=2, z=2), "sharded", dict(few_kv_heads=True)),
+            (Shape(x=3, data=2), "sharded", {}),
+            (Shape(y=4), "replicated", {}),
+        )
+    )
+]
+
+
+@pytest.mark.parametrize("case", others_slow(CASES, 4), ids=str)
+def test_a_mixture_on_a_grid_equals_one_process(ranks, case: Case) -> None:
+    pool = ranks(case.shape.world)
+    pool.start(on_ranks, case)
+    one = on_one_process(case)
+    found = errors(case, one, pool.results())
+    assert {kind: error for kind, error in found.items() if error > 1e-10} == {}
+
+
+# --- with everything that cuts the work of a step
+
+
+def mixture(**changes: Any) -> ff.models.ModelConfig:
+    sizes = dict(layers=2, hidden=24, heads=24, kv_heads=24, head_dim=8, mlp_hidden=24, vocab=48, seq=16)
+    return ff.models.config("llama-tiny", **{**sizes, **dict(experts=5, expert_hidden=24), **changes})
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = (torch.randint(48, (8, 12), generator=generator) for _ in range(2))
+    return tokens, targets
+
+
+def step_on(
+    shape: Shape, policy: dict[str, Any], micro_steps: int, config: ff.models.ModelConfig
+) -> tuple[float, dict[str, Tensor], list[list[int]]]:
+    """Take a step, with a loss that is scaled by 3 where it is not the runtime that runs backward."""
+    grid = grid_of(shape)
+    model = ff.models.build(config, grid, policy=Policy(**policy), dtype=torch.float64, seed=5)
+    tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
+    parts = list(zip(tokens.chunk(micro_steps), targets.chunk(micro_steps), strict=True))
+    scale = 1.0 if shape.pipe > 1 else 3.0
+    if shape.pipe > 1:
+        loss = ff.forward_backward(model, parts).item()
+    else:
+        count = ff.count_targets(targets, grid) if micro_steps > 1 else None
+        model.gradients.begin_step(micro_steps)
+        loss = 0.0
+        for part in parts:
+            share = model(*part, count=count)
+            (scale * share).backward()
+            loss += share.item()
+    specs = specs_of(model)
+    gradients = {
+        name: join_shards(parameter.grad._local_tensor, specs[name], grid) / scale
+        for name, parameter in model.named_parameters()
+    }
+    return loss, gradients, model.expert_load().tolist()
+
+
+def expected(config: ff.models.ModelConfig) -> tuple[float, dict[str, Tensor]]:
+    """The same from the definition (E20): the loss that is shown, and the gradients of all losses together."""
+    model, kept = plain.make(config, 5), []
+    for block in model.layers:
+        block.mlp.router.register_forward_hook(lambda _, __, logits: kept.append(logits))
+    tokens, targets = batch()
+    logits = model.logits(model.hidden(tokens))
+    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    whole = loss
+    for each in kept:
+        each = each.view(8, 12, config.experts)
+        scores = each.softmax(-1) if config.score == "softmax" else each.sigmoid()
+        shares = scores / scores.sum(-1, keepdim=True)
+        chosen = functional.one_hot(scores.topk(config.top_k, -1).indices, config.experts).double()
+        used = chosen.sum((1, 2)) / (12 * config.top_k)
+        whole = whole + config.aux * config.experts * (used * shares.mean(1)).sum(-1).mean()
+        whole = whole + config.z_loss * each.logsumexp(-1).square().mean()
+    whole.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+STEPS: list[tuple[Shape, dict[str, Any], int]] = [
+    (Shape(x=2, y=2), {}, 2),
+    (Shape(x=2, z=2), dict(overlap=HALVES, recompute="block"), 1),
+    (Shape(x=2, pipe=2), dict(schedule="zb-h1"), 4),
+    (Shape(y=2, z=2), dict(activations="replicated", compile=True), 1),
+    (Shape(z=2, data=2), dict(recompute="attention"), 2),
+    (Shape(z=2, pipe=2), dict(gather_weights="step"), 2),
+    (Shape(x=4), {}, 1),
+]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_losses_of_routers_have_the_gradients_of_their_definition(ranks, score: str) -> None:
+    config = mixture(aux=0.5, z_loss=0.1, score=score, tied=False)
+    loss, gradients = expected(config)
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for shape, policy, micro_steps in STEPS[:3] if score == "softmax" else STEPS[3:]:
+        for found, grads, load in ranks(4).run(step_on, shape, policy, micro_steps, config):
+            assert abs(found - loss) < 1e-12, shape
+            worst = max(float((grads[name] - gradients[name]).abs().max()) for name in grads)
+            assert worst / scale < 1e-12, shape
+            assert [sum(layer) for layer in load] == [8 * 12 * config.top_k] * 2
+
+
+@pytest.mark.parametrize("shape", [Shape(z=2, context=2), Shape(x=2, data=2, context=2)], ids=str)
+def test_a_mixture_runs_on_parts_of_sequences(ranks, shape: Shape) -> None:
+    config = mixture(shared_hidden=24, dense_layers=1)
+    loss, gradients, _ = step_on(Shape(), {}, 1, config)
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for found, grads, _ in ranks(shape.world).run(step_on, shape, {}, 1, config):
+        assert abs(found - loss) < 1e-12
+        assert max(float((grads[name] - gradients[name]).abs().max()) for name in grads) / scale < 1e-12
+
+
+# --- choices
+
+
+def test_equal_scores_choose_the_lower_expert() -> None:
+    scores, ids = Routing(4, 2).choose(torch.tensor([[1.0, 2.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]]))
+    assert ids.tolist() == [[1, 2], [0, 1]]
+    assert scores.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def test_scores_that_are_not_normalized_stay_as_they_are() -> None:
+    scores, ids = Routing(3, 2, "sigmoid", normalized=False).choose(torch.tensor([[0.0, 3.0, -1.0]]))
+    assert ids.tolist() == [[1, 0]]
+    torch.testing.assert_close(scores, torch.tensor([[3.0, 0.0]]).sigmoid())
+
+
+def test_pairs_are_sorted_by_expert_and_come_back() -> None:
+    pairs = Pairs(torch.tensor([[2, 0], [1, 0], [2, 1]]), 4)
+    assert pairs.tokens.tolist() == [0, 1, 1, 2, 0, 2]  # experts 0 0 1 1 2 2
+    assert pairs.ends.tolist() == [2, 4, 6, 6]  # nobody chose expert 3
+    rows = torch.arange(3.0)[:, None]
+    assert pairs.combine(pairs.pick(rows)).tolist() == [[0.0], [2.0], [4.0]]
+
+
+# --- sizes, checkpoints, and what is refused
+
+
+def test_published_sizes_have_their_parameters() -> None:
+    for name, parameters, active in (
+        ("mixtral-8x7b", 46.7e9, 12.9e9),
+        ("mixtral-8x22b", 140.6e9, 39.2e9),
+        ("qwen3-30b-a3b", 30.5e9, 3.35e9),
+    ):
+        config = ff.models.config(name)
+        assert config.parameters == pytest.approx(parameters, rel=2e-3)
+        assert config.active_parameters == pytest.approx(active, rel=2e-3)
+    model = ff.models.build("moe-tiny", grid_of(Shape()))
+    assert sum(parameter.numel() for parameter in model.parameters()) == model.config.parameters
+
+
+def test_a_checkpoint_of_a_mixture_loads_on_other_grids(ranks, tmp_path: Path) -> None:
+    saved = ranks(4).run(checkpoints.trained, tmp_path, "moe-tiny", Shape(x=2, z=2), False, 3, 2)[0]
+    folder = next(path for path in sorted(tmp_path.iterdir()) if path.is_dir())
+    for shape, sharded in ((Shape(y=2, data=2), True), (Shape(z=4), False)):
+        again = ranks(4).run(checkpoints.resumed, folder, "moe-tiny", shape, sharded, 3)[0]
+        assert again["losses"][-1] == pytest.approx(saved["losses"][-1], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(expert_hidden=0), "experts=5 needs expert_hidden"),
+        (dict(top_k=6), "top_k=6 must be at most experts=5"),
+        (dict(dense_layers=2), "dense_layers=2 of layers=2 leaves no block"),
+        (dict(bias=True), "experts are gated and have no biases"),
+        (dict(experts=0), "expert_hidden=24 is for a mixture of experts; give experts as well"),
+        (dict(aux=-1.0), "aux=-1.0 and z_loss=0.0 must be at least 0"),
+    ],
+)
+def test_mixtures_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mixture(**changes)
+
+
+def test_what_does_not_know_mixtures_refuses_them() -> None:
+    with pytest.raises(ValueError, match="plans and `fourfold train`, which makes one, do not know mixtures"):
+        LocalSizes(mixture(), Shape(), Policy(), 1, 16)
+    with pytest.raises(ValueError, match="mlp_chunk=4: experts run on all tokens"):
+        ff.models.build(mixture(), grid_of(Shape()), policy=Policy(mlp_chunk=4))
+
+
+def odd_width() -> str:
+    with pytest.raises(ValueError, match=r"expert_hidden=25 is not divisible by x\*y=2\*1") as refused:
+        ff.models.build(mixture(expert_hidden=25), grid_of(Shape(x=2)))
+    with pytest.raises(ValueError, match=r"aux=0\.5 and z_loss=0\.0: the grid z=2 context=2 cuts sequences"):
+        ff.models.build(mixture(aux=0.5), grid_of(Shape(z=2, context=2)))
+    return str(refused.value)
+
+
+def test_grids_that_do_not_fit_are_refused_with_those_that_do(ranks) -> None:
+    assert "grids of 2 ranks that fit" in ranks(2).run(odd_width)[0]
