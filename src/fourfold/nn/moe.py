@@ -33,11 +33,20 @@ from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Init, Layout, Spec
 from fourfold.nn.layer import Layer, add_gradients
 from fourfold.nn.linear import MLP, keeps_weights, require_divisible
-from fourfold.nn.router import BalanceTerm, Router, Routing, Sequences, enter_choice
+from fourfold.nn.router import (
+    BalanceTerm,
+    Router,
+    Routing,
+    SequenceCounts,
+    Sequences,
+    enter_choice,
+    within_capacity,
+)
 from fourfold.operators import (
     AsyncResult,
     Body,
     Conjugate,
+    OpContext,
     Ready,
     collect,
     enter,
@@ -184,8 +193,24 @@ class ExpertProduct(torch.autograd.Function):
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What the experts of a mixture read, on its way to the place: the stream, and the choice of its tokens."""
+
+    a: Tensor
+    site: OpContext
+    sequences: Sequences | None
+    term: BalanceTerm | None
+    entering: AsyncResult | Ready
+    choosing: AsyncResult | Ready
+
+
 class MoE(Layer):
-    """A mixture of gated experts, and optionally an MLP beside them that all tokens go through."""
+    """A mixture of gated experts, and optionally an MLP beside them that all tokens go through.
+
+    Pairs beyond the capacity of an expert are dropped only if it is told which tokens make a sequence, and the router's
+    own losses count only then.
+    """
 
     def __init__(
         self,
@@ -211,45 +236,47 @@ class MoE(Layer):
             ("down", Spec((routing.experts, features, hidden), CONTRACTS, PRODUCT, out_init)),
         ):
             self.declare(name, spec)
-        self.load: Tensor | None = None
-        """How many tokens of this place each expert has had, [E], since somebody set it to None."""
         self.shared = None
         if shared_hidden:
             both: Any = dict(kind="swiglu", bias=False, init=init, out_init=out_init)
             self.shared = MLP(grid, policy, features, shared_hidden, **both)
 
-    def forward(self, a: Tensor, tokens: int) -> Tensor:
-        return self.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
+    def forward(
+        self, a: Tensor, tokens: int, sequences: Sequences | None = None, before: Tensor | None = None
+    ) -> Tensor:
+        """Return the output at rest; with `before` the router and the experts read that in place of `a`."""
+        routed = self.route(a if before is None else before, tokens, sequences)
+        return self.leave(self.engine.alone(self.turns(a, tokens, routed)), tokens).wait()
 
     def leave(self, out: Tensor, tokens: int) -> AsyncResult | Ready:
         """Bring the result of `turns` to rest."""
         return leave(out, self.site(tokens))
 
-    def turns(self, a: Tensor, tokens: int, sequences: Sequences | None = None) -> Turns[Tensor]:
-        """Compute everything up to `leave`, [m/(zx), k/y] -> [m/z, k/y] {sum x}.
-
-        The router's own losses count if it is told which tokens make a sequence.
-        """
-        self.refuse_hooks(self.router, self.shared)
-        site = self.site(tokens)
+    def route(self, a: Tensor, tokens: int, sequences: Sequences | None = None) -> Routed:
+        """Choose the experts of the tokens at rest, and launch what brings both to the place."""
+        self.refuse_hooks(self.router)
+        site, term = self.site(tokens), None
         if a.shape[0] != site.rows_at_rest:
             raise wrong_rows(a, site)
-        term = None if sequences is None else BalanceTerm(self.routing, sequences, site)
+        if sequences is not None and sequences.weight is not None:
+            term = BalanceTerm(self.routing, sequences, sequences.weight, site)
         scores, ids = self.router(a, site, term)
-        entering, choosing = enter(a, site), enter_choice(scores, ids, site)
+        return Routed(a, site, sequences, term, enter(a, site), enter_choice(scores, ids, site))
+
+    def turns(self, a: Tensor, tokens: int, routed: Routed) -> Turns[Tensor]:
+        """Compute everything up to `leave`, [m/(zx), k/y] -> [m/z, k/y] {sum x}; the MLP beside the experts reads a."""
+        self.refuse_hooks(self.shared)
+        site, entering = routed.site, routed.entering
         if entering.travels:
             yield
         whole = entering.wait()
-        scores, ids = choosing.wait().split(self.routing.chosen, dim=1)
+        scores, ids = routed.choosing.wait().split(self.routing.chosen, dim=1)
         ids = ids.detach().long()
+        taken = yield from self._count(routed, ids)
+        scores = scores if taken is None else scores * taken
         pairs = Pairs(ids, self.routing.experts)
-        if term is not None:
-            term.count(ids)
-        if not self.engine.recomputing:
-            had = torch.diff(pairs.ends, prepend=pairs.ends.new_zeros(1)).long()
-            self.load = had if self.load is None else self.load.add_(had)
         rereads = entering.travels and site.sharded and not self.policy.keep_gathered
-        out = self._product("input", pairs, ("gate", "up"), whole, (a, site.gather_tokens) if rereads else None)
+        out = self._product("input", pairs, ("gate", "up"), whole, (routed.a, site.gather_tokens) if rereads else None)
         width = self.hidden // site.x
         spreading = spread(out, site, [width, width])
         yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
@@ -262,6 +289,24 @@ class MoE(Layer):
         again = (hidden, partial(site.gather_features, widths=[width])) if rereads else None
         found = self._product("output", pairs, ("down",), collecting.wait(), again)
         return found if self.shared is None else found + (yield from self.shared.turns(a, tokens))
+
+    def _count(self, routed: Routed, ids: Tensor) -> Turns[Tensor | None]:
+        """Count the choices [m, K] of the place's tokens; return which pairs their experts take, or None for all."""
+        sequences, taken, before = routed.sequences, None, None
+        limited = self.routing.capacity > 0 and sequences is not None and sequences.limited
+        if sequences is not None:
+            balances = routed.term is not None and self.routing.aux > 0
+            if balances or (limited and sequences.shared is not None):
+                counts = SequenceCounts(sequences, ids, self.routing.experts, routed.site)
+                if counts.travels:
+                    yield
+                choices, before = counts.wait(), counts.before
+                if routed.term is not None:
+                    routed.term.choices = choices
+            if limited:
+                taken = within_capacity(self.routing, sequences, ids, before)
+        self.router.count(ids, taken, None if sequences is None else sequences.real)
+        return taken
 
     def _product(
         self,
