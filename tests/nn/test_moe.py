@@ -177,11 +177,15 @@ def test_published_sizes_have_their_parameters() -> None:
 
 
 def test_a_checkpoint_of_a_mixture_loads_on_other_grids(ranks, tmp_path: Path) -> None:
-    saved = ranks(4).run(checkpoints.trained, tmp_path, "moe-tiny", Shape(x=2, z=2), False, 3, 2)[0]
+    saved = ranks(4).run(checkpoints.trained, tmp_path, "moe-tiny", Shape(x=2, z=2), False, 4, 3)[0]
     folder = next(path for path in sorted(tmp_path.iterdir()) if path.is_dir())
-    for shape, sharded in ((Shape(y=2, data=2), True), (Shape(z=4), False)):
-        again = ranks(4).run(checkpoints.resumed, folder, "moe-tiny", shape, sharded, 3)[0]
+    biases = [name for name in saved["saved"] if name.endswith("mlp.router.bias")]
+    assert len(biases) == 2
+    assert all(saved["saved"][name].any() for name in biases)
+    for shape, sharded in ((Shape(y=2, data=2), True), (Shape(z=4), False), (Shape(x=2, pipe=2), False)):
+        again = ranks(4).run(checkpoints.resumed, folder, "moe-tiny", shape, sharded, 4)[0]
         assert again["losses"][-1] == pytest.approx(saved["losses"][-1], abs=1e-12)
+        assert all(torch.equal(again["loaded"][name], saved["saved"][name]) for name in biases)
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ class ModelConfig:
     top_groups: int = 1
     """Number of groups from which a token chooses its experts: those with the largest sums of two best scores."""
     capacity: float = 0.0
-    """Number of pairs of token and expert that an expert takes of a sequence, the first ones, as a multiple of what it
-    had if all experts were used equally; 0 takes all."""
+    """Number of tokens that an expert takes of a sequence, the first ones that choose it, as a multiple of its share if
+    all experts were used equally; 0 takes all."""
     moe_reads: Reads = "current"
     """What router and experts read: the stream behind the block's attention (current), or before it (previous)."""
     aux: float = 0.0

@@ -64,7 +64,7 @@ class Routing:
     top_groups: int = 1
     """From how many groups a token chooses its experts."""
     capacity: float = 0.0
-    """How many pairs of a sequence an expert takes, as a multiple of what it had if all were used equally; 0: all."""
+    """How many pairs of a sequence an expert takes, as a multiple of its share if all were used equally; 0: all."""
     bias_rate: float = 0.0
     """How far the bias moves in a step (E21); 0: there is no bias."""
     aux: float = 0.0
