@@ -191,10 +191,11 @@ def _member_tables(
     with torch.inference_mode(mode=False):  # kept for later batches, which may train
         missing = [0] * (found.most - len(held))
         own = (table([*places, *missing]) for places in (found.own, found.first, found.end))
-        of_tokens = [number for number, segment in enumerate(held) for _ in range(segment.tokens)]
+        sizes = torch.tensor([segment.tokens for segment in held], device="cpu")
+        of_tokens = to_device(torch.arange(len(held), device="cpu").repeat_interleave(sizes), device)
         lengths = [assignment.lengths[segment.document] for segment in held]
         on_line = indices(assignment.own(member), device)
-        return table(of_tokens), table([*lengths, *missing]), on_line, SharedSegments(table(found.order), *own)
+        return of_tokens, table([*lengths, *missing]), on_line, SharedSegments(table(found.order), *own)
 
 
 class SequenceCounts:
@@ -313,7 +314,8 @@ class Router(Layer):
         a [m/(zx), k/y] -> a w_r^T -> [m/(zx), E] {sum y} -> all-reduce over y -> p, ids [m/(zx), K]
 
     The bias is a buffer, [E] in fp32 and equal on all ranks that hold the layer: checkpoints have it, and no optimizer,
-    norm of gradients or LoRA pair sees it. Counts are kept for the tokens of the place, in memory that never moves.
+    norm of gradients or LoRA pair sees it. Counts are those of the place's tokens, in memory that never moves, so that
+    a recorded step adds to them.
     """
 
     bias: Tensor | None
@@ -327,11 +329,10 @@ class Router(Layer):
         self.declare("weight", Spec((routing.experts, features), POSITIONS, rest(policy.activations), init))
         biased = routing.bias_rate > 0
         self.register_buffer("bias", torch.zeros(routing.experts, device=grid.device) if biased else None)
-        counts = torch.zeros(2 * routing.experts + 1, dtype=torch.long, device=grid.device)
-        for name, part in zip(("chosen", "load", "dropped"), counts.split([routing.experts] * 2 + [1]), strict=True):
+        for name, width in (("chosen", routing.experts), ("load", routing.experts), ("dropped", 1)):
             # `chosen`: how often tokens of this step's training passes chose each expert. `load` and `dropped`: how
-            # many pairs each expert took, and how many none took, since `Transformer.expert_load` and `dropped_pairs`.
-            self.register_buffer(name, part.clone(), persistent=False)
+            # many pairs each expert took, and how many none took, since somebody asked the model.
+            self.register_buffer(name, torch.zeros(width, dtype=torch.long, device=grid.device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         before = self.bias
