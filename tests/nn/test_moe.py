@@ -74,8 +74,9 @@ def step_on(
     model = ff.models.build(config, grid, policy=Policy(**policy), dtype=torch.float64, seed=5)
     tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
     parts = list(zip(tokens.chunk(micro_steps), targets.chunk(micro_steps), strict=True))
-    scale = 1.0 if shape.pipe > 1 else 3.0
-    if shape.pipe > 1:
+    scheduled = shape.pipe > 1 and micro_steps > 1
+    scale = 1.0 if scheduled else 3.0
+    if scheduled:
         loss = ff.forward_backward(model, parts).item()
     else:
         count = ff.count_targets(targets, grid) if micro_steps > 1 else None
@@ -111,6 +112,7 @@ STEPS: list[tuple[Shape, dict[str, Any], int]] = [
     (Shape(z=2, data=2), dict(recompute="attention"), 2),
     (Shape(z=2, pipe=2), dict(gather_weights="step"), 2),
     (Shape(x=4), {}, 1),
+    (Shape(y=2, pipe=2), {}, 1),
 ]
 
 

@@ -398,6 +398,8 @@ class Transformer(Layer):
         """
         streams = None if arrived is None else arrived.split([self._rest_rows(half) for half in batch.halves])
         halves, weight = self._balanced(batch.halves, count)
+        if weight is not None:
+            batch.router_losses.append(weight)
         aims = [half.targets for half in halves]
         run = partial(self._run, stage, halves, streams)
         fault = torch.full((), float(bool(batch.fault)), device=halves[0].tokens.device)
