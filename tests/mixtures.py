@@ -35,8 +35,9 @@ def step_on(
     model = ff.models.build(config, grid, policy=Policy(**policy), dtype=torch.float64, seed=5)
     tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
     parts = list(zip(tokens.chunk(micro_steps), targets.chunk(micro_steps), strict=True))
-    scale = 1.0 if shape.pipe > 1 else 3.0
-    if shape.pipe > 1:
+    scheduled = shape.pipe > 1 and micro_steps > 1
+    scale = 1.0 if scheduled else 3.0
+    if scheduled:
         loss = ff.forward_backward(model, parts).item()
     else:
         count = ff.count_targets(targets, grid) if micro_steps > 1 else None
@@ -56,20 +57,9 @@ def step_on(
 
 def expected(config: ff.models.ModelConfig) -> tuple[float, dict[str, Tensor]]:
     """The same from the definition (E20): the loss that is shown, and the gradients of all losses together."""
-    model, kept = plain.make(config, 5), []
-    for block in model.layers:
-        block.mlp.router.register_forward_hook(lambda _, __, logits: kept.append(logits))
+    model = plain.make(config, 5)
     tokens, targets = batch()
     logits = model.logits(model.hidden(tokens))
     loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    whole = loss
-    for each in kept:
-        each = each.view(8, 12, config.experts)
-        scores = each.softmax(-1) if config.score == "softmax" else each.sigmoid()
-        shares = scores / scores.sum(-1, keepdim=True)
-        chosen = functional.one_hot(scores.topk(config.top_k, -1).indices, config.experts).double()
-        used = chosen.sum((1, 2)) / (12 * config.top_k)
-        whole = whole + config.aux * config.experts * (used * shares.mean(1)).sum(-1).mean()
-        whole = whole + config.z_loss * each.logsumexp(-1).square().mean()
-    whole.backward()
+    (loss + plain.router_losses(model, tokens.numel())).backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
