@@ -118,6 +118,50 @@ def test_a_fold_may_lie_over_a_context_group(ranks, shape: Shape) -> None:
         assert max(float((grads[name] - gradients[name]).abs().max()) for name in grads) / scale < 1e-12
 
 
+ROUTINGS: list[tuple[Shape, dict[str, Any], dict[str, Any]]] = [
+    (Shape(x=2, z=2, expert=4), dict(capacity=0.8), {}),
+    (Shape(x=2, z=2, expert=2), dict(moe_reads="previous", shared_hidden=24), dict(recompute="block")),
+    (Shape(x=4, expert=2, ex=2), dict(capacity=1.0), dict(activations="replicated")),
+    (Shape(z=4, context=2, expert=4), dict(capacity=0.7, aux=0.5, z_loss=0.1), {}),
+    (Shape(z=2, pipe=2, expert=2), dict(capacity=0.8, moe_reads="previous", shared_hidden=24), {}),
+    (Shape(data=4, expert=2, ez=2), dict(experts=6, groups=3, top_groups=2, route_scale=1.5), {}),
+    (Shape(y=2, z=2, ez=2), dict(capacity=0.8, score="sigmoid"), dict(overlap=Overlap(halves=2))),
+]
+
+
+@pytest.mark.parametrize("routing", others_slow(ROUTINGS, 3), ids=lambda routing: f"{routing[0]} {routing[1]}")
+def test_every_routing_has_the_same_step_on_a_fold_as_on_one_process(ranks, routing) -> None:
+    shape, changes, policy = routing
+    config = mixture(**changes)
+    loss, gradients, load = step_on(Shape(), {}, 1, config)
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    micro_steps = 4 if shape.pipe > 1 else 1
+    for found, grads, counted in ranks(shape.world).run(step_on, shape, policy, micro_steps, config):
+        assert abs(found - loss) < 1e-12
+        assert max(float((grads[name] - gradients[name]).abs().max()) for name in grads) / scale < 1e-12
+        assert counted == load
+
+
+def biases(shape: Shape) -> list[list[float]]:
+    """Return the bias of each router after three steps."""
+    grid = grid_of(shape)
+    model = ff.models.build(mixture(bias_rate=0.01), grid, dtype=torch.float64, seed=5)
+    optimizer = ff.optim.SGD(model, lr=1e-2)
+    tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
+    for _ in range(3):
+        model(tokens, targets).backward()
+        optimizer.clip_and_step(1.0)
+        optimizer.zero_grad()
+    return [layer.mlp.router.bias.tolist() for layer in model.layers]
+
+
+@pytest.mark.parametrize("shape", others_slow([Shape(x=2, z=2, expert=4), Shape(y=2, z=2, expert=2)], 2), ids=str)
+def test_biases_have_the_same_bits_on_a_fold(ranks, shape: Shape) -> None:
+    alone = biases(Shape())
+    assert any(map(any, alone))
+    assert all(found == alone for found in ranks(shape.world).run(biases, shape))
+
+
 def trained(shape: Shape, shard_optimizer: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Take three clipped steps; return norms, losses, and the parameters."""
     grid = grid_of(shape)
