@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional
 import fourfold as ff
 import plain
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 from fourfold.policy import Policy
 from fourfold.shape import Shape
 from harness import grid_of, join_shards
@@ -63,3 +66,51 @@ def expected(config: ff.models.ModelConfig) -> tuple[float, dict[str, Tensor]]:
     loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     (loss + plain.router_losses(model, tokens.numel())).backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+# --- with documents
+
+PACKED_ROWS, PACKED_SEQ = 8, 12
+
+
+def packed(documents: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return tokens, targets and, for documents, positions; some targets are masked.
+
+    `documents` is the seed of their lengths; without it rows are one document each.
+    """
+    tokens, targets = batch()
+    drawn = random.Random(documents)
+    targets = targets.masked_fill(torch.rand(targets.shape, generator=torch.Generator().manual_seed(1)) < 0.2, -100)
+    if not documents:
+        return tokens, targets, None
+    rows = []
+    for _ in range(PACKED_ROWS):
+        row: list[int] = []
+        while len(row) < PACKED_SEQ:
+            row += range(min(drawn.randint(1, 8), PACKED_SEQ - len(row)))
+        rows.append(row)
+    return tokens, targets, torch.tensor(rows)
+
+
+def packed_step(
+    shape: Shape, policy: Policy, config: ff.models.ModelConfig, documents: str
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss of a training pass, and the gradients of what this pipe rank holds."""
+    grid = grid_of(shape)
+    model = ff.models.build(config, grid, policy=policy, dtype=torch.float64, seed=5)
+    tokens, targets, positions = (None if part is None else ff.local_rows(part, grid) for part in packed(documents))
+    loss = model(tokens, targets, positions=positions)
+    loss.backward()
+    specs = specs_of(model)
+    parameters = {name: one for name, one in model.named_parameters() if one.grad is not None}
+    return loss.item(), {name: join_shards(local_of(one.grad), specs[name], grid) for name, one in parameters.items()}
+
+
+def packed_errors(
+    alone: tuple[float, dict[str, Tensor]], found: Sequence[tuple[float, dict[str, Tensor]]]
+) -> list[float]:
+    """Return how far losses and gradients are from those of one process, as parts of the largest gradient."""
+    loss, gradients = alone
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    errors = [abs(one - loss) for one, _ in found]
+    return errors + [float((grads[name] - gradients[name]).abs().max()) / scale for _, grads in found for name in grads]

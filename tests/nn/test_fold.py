@@ -17,7 +17,7 @@ from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from fourfold.shape import Shape
 from harness import grid_of, join_shards
-from mixtures import batch, expected, mixture, step_on
+from mixtures import batch, expected, mixture, packed_errors, packed_step, step_on
 from parity import Case, Options, errors, on_one_process, on_ranks
 from share import others_slow
 
@@ -160,6 +160,16 @@ def test_biases_have_the_same_bits_on_a_fold(ranks, shape: Shape) -> None:
     alone = biases(Shape())
     assert any(map(any, alone))
     assert all(found == alone for found in ranks(shape.world).run(biases, shape))
+
+
+def test_all_axes_together_give_the_step_of_one_process(ranks) -> None:
+    """Tokens of packed documents, cut over a context group and stages, travel to experts on all ranks of a stage."""
+    shape = Shape(x=2, z=2, pipe=2, context=2, expert=4)
+    config = mixture(capacity=1.0, aux=0.1, bias_rate=0.01, shared_hidden=24)
+    pool = ranks(8)
+    pool.start(packed_step, shape, Policy(), config, "documents")
+    alone = packed_step(Shape(), Policy(), config, "documents")
+    assert max(packed_errors(alone, pool.results())) < 1e-12
 
 
 def trained(shape: Shape, shard_optimizer: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
