@@ -166,20 +166,25 @@ def test_each_field_does_what_its_definition_says(name: str) -> None:
 CASES: list[tuple[Shape, dict[str, Any], int, bool]] = [
     (Shape(x=2, z=2), dict(overlap=HALVES, recompute="block"), 1, False),
     (Shape(z=2, data=2, context=2), {}, 4, True),
-    (Shape(x=2, pipe=2), dict(schedule="zb-h1"), 4, True),
-    (Shape(z=4, context=2), {}, 4, False),  # 11 tokens of a row on 2 places, which are filled up
     (Shape(y=2, z=2), dict(activations="replicated"), 2, True),
-    (Shape(x=2, y=2), dict(keep_gathered=True), 1, True),
     (Shape(x=4), dict(recompute="block"), 2, False),
+    (Shape(x=2, pipe=2), dict(schedule="zb-h1"), 4, True),
+    (Shape(x=2, y=2), dict(keep_gathered=True), 1, True),
+    (Shape(z=4, context=2), {}, 4, False),  # 11 tokens of a row on 2 places, which are filled up
     (Shape(z=2, pipe=2), dict(recompute="block"), 2, False),
-    (Shape(data=4, context=4), dict(overlap=HALVES), 1, True),
     (Shape(x=2, z=2, context=2), dict(overlap=HALVES, recompute="block"), 2, True),
+    (Shape(data=4, context=4), dict(overlap=HALVES), 1, True),
     (Shape(z=2, pipe=2, context=2), {}, 2, True),
     (Shape(x=2, data=2), dict(overlap=HALVES, shard_optimizer=True, recompute="attention"), 2, False),
 ]
 
 
-@pytest.mark.parametrize("case", others_slow(CASES, 3), ids=lambda case: f"{case[0]}{case[1:]}")
+def name_of(case: tuple[Shape, dict[str, Any], int, bool]) -> str:
+    shape, policy, micro_steps, packed = case
+    return f"{shape}, {'+'.join(policy) or 'plain'}, {micro_steps} micro-steps{', packed' if packed else ''}"
+
+
+@pytest.mark.parametrize("case", others_slow(CASES, 4), ids=name_of)
 @pytest.mark.parametrize("config", [EVERYTHING, PREVIOUS], ids=["everything", "previous"])
 def test_a_grid_routes_as_one_process(ranks, case: Any, config: ff.models.ModelConfig) -> None:
     shape, policy, micro_steps, packed = case
