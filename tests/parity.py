@@ -309,7 +309,7 @@ def stream_block(whole: Tensor, case: Case, coords: dict[str, int]) -> Tensor:
 
 def predicted(case: Case, rank: int) -> list[Collective]:
     from fourfold.planner.sizes import LocalSizes
-    from fourfold.planner.transformer import step_program
+    from fourfold.planner.step_program import step_program
 
     rows, seq = case.place
     with case.padding():

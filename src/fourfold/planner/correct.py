@@ -54,7 +54,7 @@ from fourfold.planner.step_parts import (
     pieces,
     work_seconds,
 )
-from fourfold.planner.transformer import optimizer_program, part_of, recompute_of, stage_program, step_program
+from fourfold.planner.step_program import optimizer_program, part_of, recompute_of, stage_program, step_program
 from fourfold.policy import Policy
 
 LEAST_SHARE = 0.02

@@ -2,7 +2,7 @@
 
 A cell is a grid in any rank order, an activation mode and a number of rows. A lever says which tensors are kept and
 which work is done twice; an order says in which order ranks go along the axes. The work of a cell is read from the
-programs of two layers and of embedding, head and loss (transformer.py), which are rehearsed once per structure. Then
+programs of two layers and of embedding, head and loss (step_program.py), which are rehearsed once per structure. Then
 all cells, levers and orders are priced together as tensors:
 
     forward   max(compute, the host, messages over x and y, gathers over z, everything that shares the network cards)
@@ -31,7 +31,7 @@ from fourfold.planner.pipe import CHUNKS, head_in_layers, rough_stages
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
 from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_ends, structure_of_layers
-from fourfold.planner.transformer import ends_program, layers_program
+from fourfold.planner.step_program import ends_program, layers_program
 from fourfold.policy import Policy, Recompute
 from fourfold.shape import Shape
 

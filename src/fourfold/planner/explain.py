@@ -14,7 +14,7 @@ from fourfold.planner.machine import HostMode
 from fourfold.planner.price import Candidate, PipePrice, Price, TracedPrice, memory_of, quick_price
 from fourfold.planner.robust import ABOUT_AS_GOOD, LESS_MEMORY, RobustChoice, compare, complexity, helps
 from fourfold.planner.search import CHOSEN_FIELDS, GridPlan
-from fourfold.planner.transformer import recompute_of
+from fourfold.planner.step_program import recompute_of
 from fourfold.schedule.text import to_csv
 
 WORTH_SAYING = 0.01

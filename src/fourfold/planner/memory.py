@@ -28,14 +28,8 @@ from fourfold.layout import GATHERED
 from fourfold.models.config import ModelConfig, unit_of
 from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
 from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_ends, structure_of_layers
-from fourfold.planner.transformer import (
-    ModelPart,
-    ends_program,
-    layers_program,
-    part_of,
-    recompute_of,
-    whole_model,
-)
+from fourfold.planner.step_program import ends_program, layers_program, part_of, recompute_of
+from fourfold.planner.transformer import ModelPart, whole_model
 from fourfold.policy import Policy, Recompute
 from fourfold.schedule.action import Schedule
 from fourfold.shape import Shape

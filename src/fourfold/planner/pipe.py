@@ -19,7 +19,8 @@ from typing import NamedTuple, cast
 from fourfold.models.config import ModelConfig
 from fourfold.planner.memory import MemoryReading, peak_memory_of_pipe
 from fourfold.planner.price import Candidate, PipePrice, StageCosts, Task, memory_of, price_pipe, unit_totals
-from fourfold.planner.transformer import ModelPart, part_of, recompute_of
+from fourfold.planner.step_program import part_of, recompute_of
+from fourfold.planner.transformer import ModelPart
 from fourfold.policy import Recompute
 from fourfold.schedule.find import find, least_seconds
 from fourfold.schedule.stages import Stages, place

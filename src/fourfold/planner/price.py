@@ -33,9 +33,8 @@ from fourfold.planner.program import (
 )
 from fourfold.planner.simulate import Timeline, Totals, simulate
 from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.transformer import (
+from fourfold.planner.step_program import (
     Flops,
-    ModelPart,
     flops_per_token,
     optimizer_program,
     part_of,
@@ -43,6 +42,7 @@ from fourfold.planner.transformer import (
     stage_program,
     step_program,
 )
+from fourfold.planner.transformer import ModelPart
 from fourfold.policy import Policy, Recompute
 from fourfold.schedule.action import PipeMessage, Schedule
 from fourfold.schedule.play import Played, play

@@ -2,7 +2,7 @@
 
 Every figure of the planner is a reading of a program: the messages are its launches, the FLOPs its products, the memory
 its allocations and frees (memory.py), the seconds come from its simulation (simulate.py). A program comes from the
-rehearsal of a reference model (transformer.py) or from a dry run of real code (trace.py).
+rehearsal of a reference model (step_program.py) or from a dry run of real code (trace.py).
 
 A rehearsal drives the runtime's own overlap engine with names and sizes instead of tensors. `Rehearsal` offers the
 parts of layers (operators that move activations, weights that are gathered and reduced, products and their backward)

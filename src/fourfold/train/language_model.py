@@ -38,8 +38,8 @@ from fourfold.nn.rng import StepRng
 from fourfold.parse import import_object
 from fourfold.pipeline import forward_backward, schedule_of
 from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.step_program import Flops, flops_per_token
 from fourfold.planner.trace import kept_bytes
-from fourfold.planner.transformer import Flops, flops_per_token
 from fourfold.schedule.action import Schedule
 from fourfold.train.config import TrainConfig
 from fourfold.train.run_folder import RunEvent
