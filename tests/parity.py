@@ -61,8 +61,7 @@ def pad_small_logits() -> AbstractContextManager[Any]:
     return mock.patch.multiple(layout, ALIGNED_COLUMNS=10, ALIGNED_ITEMSIZES=(8,), LEAST_TO_PADDING=0)
 
 
-NAMES = [field.name for field in dataclasses.fields(Options) if field.name != "experts"]
-"""The options that are drawn. Mixtures have cases of their own (nn/test_moe.py): no plan predicts what they send."""
+NAMES = [field.name for field in dataclasses.fields(Options)]
 
 
 @dataclass(frozen=True)

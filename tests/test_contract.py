@@ -92,7 +92,7 @@ INSIDE = {
         "__init__", "format", "training_state", "load", "save", "hf_weights", "dcp",
     ],
     "planner": [
-        "__init__", "goodput", "machine", "lengths", "sizes", "program", "step_parts", "context", "layers",
+        "__init__", "goodput", "machine", "lengths", "sizes", "program", "step_parts", "context", "layers", "mixture",
         "transformer", "step_program", "memory", "trace", "simulate", "price", "fit", "calibrate", "pipe", "estimate",
         "robust", "search", "explain", "correct",
     ],

@@ -31,6 +31,10 @@ Direction = Literal["gather", "reduce"]
 """The two kinds of operators; each is the conjugate of the other."""
 
 
+WIDTHS = {"hidden": "n", "shared": "shared_n"}
+"""The attributes of `LocalSizes` with the hidden units of an MLP."""
+
+
 class LayerProgram:
     """The layers of a block that every kind of model has, run on a rehearsal."""
 
@@ -125,15 +129,19 @@ class LayerProgram:
 
     # --- the MLP
 
-    def mlp(self, prefix: str, half: LocalSizes, *, again: bool) -> Turns[None]:
-        """Run the MLP up to the product of `down`; `again`: whether backward runs the whole block again."""
+    def mlp(self, prefix: str, half: LocalSizes, *, again: bool, inside: str = "hidden") -> Turns[None]:
+        """Run the MLP up to the product of `down`; `again`: whether backward runs the whole block again.
+
+        `inside`: the attributes of `half` with the sizes inside the MLP, `hidden`, or `shared` of one beside experts.
+        """
         if self.structure.chunks_mlp:
             yield from self.chunked_mlp(prefix, half, again=again)
             return
         host, layers = self.host, self.structure.up_layers
-        gates, hidden, label = len(layers), half.hidden_cut_nbytes, f"{prefix}.{'+'.join(layers)}"
-        whole, cut = gates * half.hidden_nbytes, gates * hidden
-        yield from self.expand(label, tuple(f"{prefix}.{name}" for name in layers), gates * half.n, half, whole)
+        gates, label = len(layers), f"{prefix}.{'+'.join(layers)}"
+        n, hidden = getattr(half, WIDTHS[inside]), getattr(half, f"{inside}_cut_nbytes")
+        whole, cut = gates * getattr(half, f"{inside}_nbytes"), gates * hidden
+        yield from self.expand(label, tuple(f"{prefix}.{name}" for name in layers), gates * n, half, whole)
         spreading = self.spread(half, label, nbytes=whole, whole=whole, cut=cut)
         yield
         spreading.land()
@@ -153,8 +161,8 @@ class LayerProgram:
 
         host.on_backward(backward)
         yield from self.contract(
-            f"{prefix}.down", half.n, half, size="hidden_nbytes", nbytes=half.hidden_nbytes, cut=hidden,
-            kept=half.kept_hidden_nbytes,
+            f"{prefix}.down", n, half, size=f"{inside}_nbytes", nbytes=getattr(half, f"{inside}_nbytes"), cut=hidden,
+            kept=getattr(half, f"kept_{inside}_nbytes"),
         )  # fmt: skip
 
     def chunked_mlp(self, prefix: str, half: LocalSizes, *, again: bool) -> Turns[None]:

@@ -690,7 +690,7 @@ class StageCosts:
     def _parameter_nbytes(self, own: Sequence[int]) -> int:
         """Return the bytes of this rank's shards of the parameters of some stages."""
         parts = [part_of(self.stages, stage) for stage in own]
-        layers = sum(len(part.layers) for part in parts)
+        layers = [index for part in parts for index in part.layers]
         embedding, head = (any(getattr(part, end) for part in parts) for end in ("embedding", "head"))
         return self.sizes.units_nbytes(layers, embedding=embedding, head=head)
 

@@ -16,6 +16,7 @@ from fourfold.layout import GATHERED
 from fourfold.ledger import Collective
 from fourfold.planner.context import ContextProgram
 from fourfold.planner.layers import LayerProgram, Moving, gathered, operator_messages
+from fourfold.planner.mixture import MixtureProgram
 from fourfold.planner.program import (
     NO_MOVE,
     AttentionOp,
@@ -468,10 +469,14 @@ class TransformerProgram(LayerProgram):
         leaving.land()
         self.dropout(half)
         self.norm(f"{prefix}.mlp_norm", half)
-        yield from self.mlp(f"{prefix}.mlp", half, again=self.recompute == "block")
+        mixture = self.config.is_mixture(index)
+        if mixture:
+            yield from MixtureProgram(self, f"{prefix}.mlp", half).run()
+        else:
+            yield from self.mlp(f"{prefix}.mlp", half, again=self.recompute == "block")
         if self.engine.recomputing and not self.config.dropout:
             return PlannedStream(NO_MOVE)  # backward reads no value of what follows, so the runtime stops here too
-        leaving = self.leave(half, f"{prefix}.mlp.down")
+        leaving = self.leave(half, f"{prefix}.mlp" if mixture else f"{prefix}.mlp.down")
         if self.config.dropout:
             yield
             leaving.land()
