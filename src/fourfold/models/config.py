@@ -160,6 +160,10 @@ class ModelConfig:
         dense = {name: fields[name].default for name in ("experts", *OF_A_MIXTURE)}
         return replace(self, layers=1, **({"dense_layers": 0} if mixture else dense))
 
+    def shorter(self, layers: int) -> ModelConfig:
+        """Return the model with so many layers; of a mixture of experts at least one is left."""
+        return replace(self, layers=layers, dense_layers=min(self.dense_layers, layers - 1))
+
     @property
     def rope(self) -> Rope:
         """The rotary positions, if they are what `positions` says."""

@@ -27,7 +27,11 @@ MOST_SPANS = 2000
 
 def model_facts(config: ModelConfig, name: str) -> dict[str, Any]:
     sizes = {key: getattr(config, key) for key in ("layers", "hidden", "heads", "mlp_hidden", "vocab")}
-    return {"name": name, "parameters": config.parameters, **sizes}
+    mixture = {}
+    if config.experts:
+        mixture = {key: getattr(config, key) for key in ("experts", "top_k", "expert_hidden")}
+        mixture["active_parameters"] = config.active_parameters
+    return {"name": name, "parameters": config.parameters, **sizes, **mixture}
 
 
 def plan_document(plan: GridPlan, model: dict[str, Any], *, others: bool = True) -> dict[str, Any]:
@@ -350,6 +354,13 @@ def assumptions(plan: GridPlan) -> list[str]:
         lines.append(
             f"rows have packed documents, {task.documents.mean:,.0f} tokens long on average in a sample of "
             f"{len(task.documents.lengths):,}; every micro-step is that of the busiest place"
+        )
+    if task.config.experts:
+        share = f"one expert has {task.imbalance:g} times the mean" if task.imbalance > 1 else "all experts have as many"
+        lines.append(
+            "experts stay where they are stored and their weights travel, so every device computes the pairs of its "
+            f"own tokens with experts, whichever they choose; of these pairs {share}, and each expert's product takes "
+            "what a product of its size takes"
         )
     if machine.uncertain:
         lines.append(f"of the machine {machine.name} these are estimates or fitted: {', '.join(machine.uncertain)}")

@@ -184,12 +184,14 @@ class PlannedExperts:
         reading = self._read() if host.policy.overlap.wgrad_behind_messages else None
         if self.kept:
             self._multiply_back()
+            host.engine.wgrad_queue.add(lambda: self._add_gradients(reading))
         else:
             host.enter_part("regather")
             with host.using(self.weights._replace(again=True), EXPERTS, self.turn.of):
                 host.enter_part("backward")
                 self._multiply_back()
-        host.engine.wgrad_queue.add(lambda: self._add_gradients(reading))
+                # inside the block, because the runtime holds the weights until backward of the product returns
+                host.engine.wgrad_queue.add(lambda: self._add_gradients(reading))
         if host.memory and self.turn.index == 0:  # backward runs the first half last; it frees what all halves kept
             host.free(host.sizes.kept_elements(self.weights.names) * structure.compute_itemsize, "weights")
 
@@ -218,7 +220,14 @@ class PlannedExperts:
         host.allocate(rows)
         host.compute(self.picked)  # rows of the input, or of the gradient of the output
         self._multiply("E3", self.n, self.half.pairs, self.k)
+        structure = host.structure
+        widens = (
+            structure.compute_itemsize != structure.reduce_itemsize
+        )  # a grouped product has the dtype of its factors
+        made = host.sizes.elements(self.weights.names) * structure.compute_itemsize if widens else 0
+        host.allocate(made, "weights")
         host.add_gradients("experts", self.weights, self.turn.of, in_place=False)
+        host.free(made, "weights")
         host.free(rows)
         host.free(self.tensors.reread)
         host.free(self.tensors.dout)

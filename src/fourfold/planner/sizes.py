@@ -247,11 +247,18 @@ def structure_of_layers(
 
 
 @lru_cache(maxsize=4096)
+def structure_of_kind(structure: Structure, mixture: bool) -> Structure:
+    """Return the same for a model in which all layers are mixtures of experts, or none is."""
+    return replace(structure, config=structure.config.one_layer(mixture=mixture))
+
+
+@lru_cache(maxsize=4096)
 def structure_of_ends(structure: Structure, *, chunked: bool | None = None) -> Structure:
     """Return the same for a program of embedding, head and loss alone: what layers do does not count."""
     names = structure_of_names(structure, recompute="none", chunked=chunked, chunks_mlp=False)
     axes = tuple(axis for axis in names.used_axes if axis != CONTEXT)
-    return replace(names, used_axes=axes, shares_kv=False, cuts_kv_head=False, context=None)
+    config = names.config.one_layer(mixture=False)
+    return replace(names, config=config, used_axes=axes, shares_kv=False, cuts_kv_head=False, context=None)
 
 
 _ONES = dict(hidden=1, heads=1, kv_heads=1, head_dim=2, mlp_hidden=1, vocab=1, seq=1, norm_eps=1.0)
@@ -262,7 +269,7 @@ _ROPE: dict[str, Any] = {one.name: one.default for one in fields(ModelConfig) if
 
 @lru_cache(maxsize=256)
 def _kinds_of_layers(config: ModelConfig) -> ModelConfig:
-    ones = {"layers": config.dense_layers + 1, **_ONES}
+    ones: dict[str, Any] = {"layers": config.dense_layers + 1, **_ONES}
     if config.experts:
         shared, numbers = min(1, config.shared_hidden), {"aux": float(config.routing.balances), "z_loss": 0.0}
         ones |= dict(experts=1, top_k=1, expert_hidden=1, shared_hidden=shared, score="softmax", **numbers)

@@ -28,6 +28,7 @@ from fourfold.planner.sizes import (
     LocalSizes,
     SizeNames,
     Structure,
+    kinds_of_layers,
     part,
     structure_of_layers,
     structure_of_names,
@@ -249,12 +250,20 @@ def flops_per_token(config: ModelConfig, seq: int, policy: Policy = Policy()) ->
 
 @lru_cache(maxsize=256)
 def _flops(config: ModelConfig, seq: int, policy: Policy) -> int:
-    """Return the FLOPs per token of one rank that holds the whole model, from the programs of one and of two layers."""
-    one, two = (
-        step_program(LocalSizes(replace(config, layers=layers), Shape(), policy, 1, seq), optimizer=False).flops
-        for layers in (1, 2)
-    )
-    return (one + (config.layers - 1) * (two - one)) // seq
+    """Return the FLOPs per token of one rank that holds the whole model, from the programs of one and of two layers.
+
+    Of the experts of a mixture only those count that a token goes through.
+    """
+    total = layer = one = 0
+    for mixture in kinds_of_layers(config):
+        alike = config.one_layer(mixture=mixture)
+        one, two = (
+            step_program(LocalSizes(replace(alike, layers=layers), Shape(), policy, 1, seq), optimizer=False).flops
+            for layers in (1, 2)
+        )
+        layer, number = two - one, sum(config.is_mixture(index) == mixture for index in range(config.layers))
+        total += number * layer
+    return (total + one - layer) // seq  # the ends beside the layers
 
 
 # --- pipelines
