@@ -30,6 +30,7 @@ ORDER = [
     "atomic",
     "schedule",
     "action_times",
+    "expert_counts",
     "ledger",
     "recording",
     "job",

@@ -356,7 +356,8 @@ def assumptions(plan: GridPlan) -> list[str]:
             f"{len(task.documents.lengths):,}; every micro-step is that of the busiest place"
         )
     if task.config.experts:
-        share = f"one expert has {task.imbalance:g} times the mean" if task.imbalance > 1 else "all experts have as many"
+        uneven = f"one expert has {task.imbalance:g} times the mean"
+        share = uneven if task.imbalance > 1 else "all experts have equally many"
         lines.append(
             "experts stay where they are stored and their weights travel, so every device computes the pairs of its "
             f"own tokens with experts, whichever they choose; of these pairs {share}, and each expert's product takes "
