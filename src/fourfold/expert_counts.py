@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 COUNTS = "experts.bin"
 """The file in a run's folder."""
@@ -86,23 +87,44 @@ class CountsFile:
         self._file.close()
 
 
-def read_counts(folder: Path) -> Iterator[StepCounts]:
-    """Yield the counts of all recorded steps of a run, in order; none if it has no mixture of experts."""
+def read_counts(folder: Path, most: int | None = None) -> Iterator[StepCounts]:
+    """Yield the counts of all recorded steps of a run, in order; none if it has no mixture of experts.
+
+    Of more than `most` steps so many are read, evenly chosen, the last one included.
+    """
     path = folder / COUNTS
     if not path.exists():
         return
     with path.open("rb") as file:
         blocks, experts = _read_head(path, file.read(HEAD.size))
-        while len(head := file.read(RECORD.size)) == RECORD.size:
-            step, nbytes = RECORD.unpack(head)
-            packed = file.read(nbytes)
-            if len(packed) < nbytes:
-                return
+        records = list(_records(file, path.stat().st_size))
+        every = max(1, -(-len(records) // most)) if most else 1
+        for record in records[(len(records) - 1) % every :: every]:
+            file.seek(record.begin)
             flat = array(COUNT)
-            flat.frombytes(zlib.decompress(packed))
+            flat.frombytes(zlib.decompress(file.read(record.end - record.begin)))
             if sys.byteorder == "big":
                 flat.byteswap()
-            yield StepCounts(step, [flat[block * experts : (block + 1) * experts] for block in range(blocks)])
+            yield StepCounts(record.step, [flat[block * experts : (block + 1) * experts] for block in range(blocks)])
+
+
+class _Record(NamedTuple):
+    """Where the compressed counts of a step are in the file."""
+
+    step: int
+    begin: int
+    end: int
+
+
+def _records(file: BinaryIO, size: int) -> Iterator[_Record]:
+    """Yield the whole records of a file whose head was read."""
+    while len(head := file.read(RECORD.size)) == RECORD.size:
+        step, nbytes = RECORD.unpack(head)
+        begin = file.tell()
+        if begin + nbytes > size:
+            return
+        yield _Record(step, begin, begin + nbytes)
+        file.seek(begin + nbytes)
 
 
 def _read_head(path: Path, head: bytes) -> tuple[int, int]:
@@ -120,12 +142,9 @@ def _end_of(path: Path, blocks: int, experts: int, after: int) -> int:
         head = file.read(HEAD.size)
         if len(head) < HEAD.size or _read_head(path, head) != (blocks, experts):
             return 0
-        size, end = path.stat().st_size, HEAD.size
-        while len(record := file.read(RECORD.size)) == RECORD.size:
-            step, nbytes = RECORD.unpack(record)
-            following = end + RECORD.size + nbytes
-            if step > after or following > size:
+        end = HEAD.size
+        for record in _records(file, path.stat().st_size):
+            if record.step > after:
                 break
-            end = following
-            file.seek(end)
+            end = record.end
         return end
