@@ -20,8 +20,8 @@ from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
 from fourfold.models.open import open_model
 from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.step_program import step_program
 from fourfold.planner.trace import DryRun, dry_run, fake_ranks, kept_bytes
-from fourfold.planner.transformer import step_program
 
 LLAMA = ff.models.config(
     "llama-3-8b", layers=2, hidden=4032, heads=96, kv_heads=12, head_dim=84, mlp_hidden=14400, qk_norm=True

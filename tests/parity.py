@@ -61,8 +61,7 @@ def pad_small_logits() -> AbstractContextManager[Any]:
     return mock.patch.multiple(layout, ALIGNED_COLUMNS=10, ALIGNED_ITEMSIZES=(8,), LEAST_TO_PADDING=0)
 
 
-NAMES = [field.name for field in dataclasses.fields(Options) if field.name != "experts"]
-"""The options that are drawn. Mixtures have cases of their own (nn/test_moe.py): no plan predicts what they send."""
+NAMES = [field.name for field in dataclasses.fields(Options)]
 
 
 @dataclass(frozen=True)
@@ -309,7 +308,7 @@ def stream_block(whole: Tensor, case: Case, coords: dict[str, int]) -> Tensor:
 
 def predicted(case: Case, rank: int) -> list[Collective]:
     from fourfold.planner.sizes import LocalSizes
-    from fourfold.planner.transformer import step_program
+    from fourfold.planner.step_program import step_program
 
     rows, seq = case.place
     with case.padding():

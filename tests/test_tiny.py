@@ -8,7 +8,7 @@ import torch
 
 import fourfold as ff
 from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
 from harness import grid_of
 

@@ -22,7 +22,7 @@ from fourfold.planner.machine import load_machine
 from fourfold.planner.memory import kept_for_backward
 from fourfold.planner.price import Candidate, Task, memory_of, price
 from fourfold.planner.search import Space, search
-from fourfold.planner.transformer import flops_per_token
+from fourfold.planner.step_program import flops_per_token
 from fourfold.policy import Overlap, Policy, Recompute
 from fourfold.shape import Shape, shapes_of
 

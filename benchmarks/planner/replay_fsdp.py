@@ -16,7 +16,7 @@ from fourfold.planner.machine import Machine, load_machine
 from fourfold.planner.price import CLOSE_LAYERS, SIMULATED_MICRO_STEPS, Candidate, Task, without_replica_traffic
 from fourfold.planner.program import FreeOp, MatmulOp, Program, Work
 from fourfold.planner.simulate import Totals, simulate
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Overlap, Policy
 from fourfold.shape import Shape
 

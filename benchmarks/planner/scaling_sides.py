@@ -21,7 +21,7 @@ from fourfold.models.config import config
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.search import SHOWN, Space, search
-from fourfold.planner.transformer import flops_per_token
+from fourfold.planner.step_program import flops_per_token
 from fourfold.policy import Overlap, Policy, Recompute
 from fourfold.shape import Shape, shapes_of
 

@@ -48,7 +48,7 @@ from benchmarks.speed.vs_plain_table import FOURFOLD, PLAIN
 from fourfold.models import ModelConfig
 from fourfold.params import local_of
 from fourfold.planner.machine import PEAK_FLOPS
-from fourfold.planner.transformer import flops_per_token
+from fourfold.planner.step_program import flops_per_token
 from fourfold.step_graph import StepGraph
 
 SIZES: dict[str, tuple[str, dict[str, int]]] = {

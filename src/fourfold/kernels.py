@@ -348,8 +348,11 @@ def grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a_e b_e for every expert e: a [P, k] by expert, b [E, k, n], ends [E] -> [P, n]."""
     if _has_grouped(a):
         return functional.grouped_mm(a, b, offs=ends)
-    parts = a.split(_counts(a, ends))
-    return torch.cat([a.new_empty(0, b.shape[2]), *(part @ factor for part, factor in zip(parts, b, strict=True))])
+    counts = _counts(a, ends)
+    out = a.new_empty(a.shape[0], b.shape[2])
+    for part, factor, into in zip(a.split(counts), b, out.split(counts), strict=True):
+        torch.mm(part, factor, out=into)
+    return out
 
 
 def grouped_weights(dout: Tensor, a: Tensor, ends: Tensor) -> Tensor:
@@ -357,10 +360,10 @@ def grouped_weights(dout: Tensor, a: Tensor, ends: Tensor) -> Tensor:
     if _has_grouped(a):
         return functional.grouped_mm(dout.t(), a, offs=ends)
     counts = _counts(a, ends)
-    found = dout.new_empty(len(ends), dout.shape[1], a.shape[1])  # there may be no expert
-    for each, d, part in zip(found, dout.split(counts), a.split(counts), strict=True):
-        torch.mm(d.t(), part, out=each)
-    return found
+    out = a.new_empty(len(counts), dout.shape[1], a.shape[1])
+    for d, part, into in zip(dout.split(counts), a.split(counts), out, strict=True):
+        torch.mm(d.t(), part, out=into)
+    return out
 
 
 def _has_grouped(a: Tensor) -> bool:

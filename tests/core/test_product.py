@@ -13,7 +13,7 @@ from closed_form import APART, ClosedForm
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
 from harness import grid_of
 

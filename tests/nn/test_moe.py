@@ -13,7 +13,6 @@ import checkpoints
 import fourfold as ff
 from fourfold.nn.dispatch import Pairs
 from fourfold.nn.router import Routing
-from fourfold.planner.sizes import LocalSizes
 from fourfold.policy import Overlap, Policy
 from fourfold.shape import Shape
 from harness import grid_of
@@ -163,9 +162,7 @@ def test_mixtures_that_make_no_sense_are_refused(changes: dict[str, Any], messag
         mixture(**changes)
 
 
-def test_what_does_not_know_mixtures_refuses_them() -> None:
-    with pytest.raises(ValueError, match="plans and `fourfold train`, which makes one, do not know mixtures"):
-        LocalSizes(mixture(), Shape(), Policy(), 1, 16)
+def test_chunks_of_an_mlp_are_refused() -> None:
     with pytest.raises(ValueError, match="mlp_chunk=4: experts run on all tokens"):
         ff.models.build(mixture(), grid_of(Shape()), policy=Policy(mlp_chunk=4))
 

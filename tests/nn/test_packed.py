@@ -21,7 +21,7 @@ from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
 from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
 from harness import grid_of, join_shards
 from share import others_slow

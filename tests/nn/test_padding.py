@@ -24,7 +24,7 @@ from fourfold.nn.layer import specs_of
 from fourfold.nn.linear import join
 from fourfold.params import local_of
 from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
 from fourfold.product import MEMORY
 from harness import grid_of, join_shards

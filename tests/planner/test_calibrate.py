@@ -53,7 +53,7 @@ from fourfold.planner.machine import (
 from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.step_parts import ATTENTION, KERNELS, PRODUCTS, WorkSeconds, pieces, work_seconds
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
 from fourfold.train.launch import share_cores
 from harness import grid_of

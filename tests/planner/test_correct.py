@@ -25,7 +25,7 @@ from fourfold.planner.correct import (
 )
 from fourfold.planner.machine import HostSpeed, LinkSpeed, Machine, Timed, load_machine, parse_machine, to_toml
 from fourfold.planner.price import Candidate, Price, Task, price
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
 
 MODEL = replace(config("llama-3-8b"), layers=3, hidden=1024, mlp_hidden=4096, heads=8, kv_heads=8, vocab=8192)

@@ -15,8 +15,8 @@ from dry import BF16, CASES, GPT, Case
 from fourfold.engine import Overlap
 from fourfold.grid import Shape
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp
+from fourfold.planner.step_program import flops_per_token
 from fourfold.planner.trace import DryRun
-from fourfold.planner.transformer import flops_per_token
 from share import others_slow, share
 
 # --- against the program

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fourfold as ff
 from benchmarks.speed.plain_models import Transformer
-from fourfold.planner.transformer import Flops, flops_per_token
+from fourfold.planner.step_program import Flops, flops_per_token
 
 
 def test_by_hand() -> None:

@@ -26,8 +26,8 @@ from fourfold.params import local_of
 from fourfold.planner.memory import Memory, kept_for_backward, peak_memory, peak_memory_of_pipe
 from fourfold.planner.program import AllocOp, MemoryOp
 from fourfold.planner.sizes import LocalSizes, SizeMatrix, Term, structure_of_names
+from fourfold.planner.step_program import ends_program, layers_program
 from fourfold.planner.trace import dry_run
-from fourfold.planner.transformer import ends_program, layers_program
 from fourfold.policy import Overlap, Policy, Recompute
 from fourfold.schedule.stages import Stages
 from harness import Largest, grid_of, join_shards
@@ -197,6 +197,29 @@ CASES = [
     Case(ODD, Shape(z=4), Policy(even_tokens=True, overlap=Overlap.off()), 2, 1024),
 ]
 
+MIXTRAL = ff.models.config(
+    "mixtral-8x7b", layers=3, hidden=1024, heads=8, kv_heads=4, mlp_hidden=3584, expert_hidden=3584, vocab=8192
+)
+MANY_EXPERTS = ff.models.config("qwen3-30b-a3b", layers=3, hidden=1024, experts=64, vocab=8192)
+WITH_MLP = replace(MIXTRAL, shared_hidden=1024, dense_layers=1, aux=0.0)
+CASES += [
+    # mixtures of experts
+    Case(MIXTRAL, Shape(), bf16(), 4, 1024),
+    Case(MIXTRAL, Shape(y=2), bf16(), 8, 1024),
+    Case(MIXTRAL, Shape(x=2, y=2, z=2), bf16(), 8, 1024),
+    Case(MIXTRAL, Shape(z=4), bf16(recompute="block"), 8, 1024),
+    Case(MIXTRAL, Shape(z=4), bf16(keep_weights=True), 8, 1024),
+    Case(MIXTRAL, Shape(x=2, y=2), bf16(activations="replicated"), 8, 1024),
+    Case(MIXTRAL, Shape(x=2, y=2), bf16(keep_gathered=True), 8, 1024),
+    Case(MIXTRAL, Shape(z=2, data=2), bf16(shard_optimizer=True), 4, 1024),
+    Case(MIXTRAL, Shape(x=2, z=2), bf16(), 4, 512, micro_steps=2),
+    Case(MANY_EXPERTS, Shape(), bf16(), 4, 1024),
+    Case(MANY_EXPERTS, Shape(x=2, z=2), bf16(recompute="attention"), 8, 1024),
+    Case(MANY_EXPERTS, Shape(z=4), bf16(loss_chunk=1024, recompute="block"), 8, 1024),
+    Case(WITH_MLP, Shape(x=2, y=2), bf16(), 8, 1024),
+    Case(WITH_MLP, Shape(z=4), bf16(), 1, 256),
+]
+
 
 def predicted(case: Case) -> Memory:
     share = LocalSizes(case.config, case.shape, case.policy, case.rows, case.seq)
@@ -214,7 +237,7 @@ def compare(case: Case, found: Found) -> None:
 
 def test_predicted_memory_is_that_of_the_dry_run() -> None:
     """Check a part of the sample; soak_dry.py checks all of it."""
-    some = [*CASES[::12], next(case for case in CASES if case.shape.context > 1)]
+    some = [*CASES[::12], next(case for case in CASES if case.shape.context > 1), CASES[-2]]
     for case, found in zip(some, dry_peaks(some), strict=True):
         compare(case, found)
 
@@ -237,6 +260,7 @@ PIPES = [
     (DEEPER, Shape(x=2, pipe=2), bf16(schedule="zb-h1")),
     (DEEPER, Shape(z=2, pipe=2), bf16(stages=Stages.even(8, 2, 2, "wave"), schedule="v-half")),
     (DEEPER, Shape(pipe=4), bf16(schedule="gpipe", loss_chunk=1024, stages=Stages((0, 4, 6, 9, 10), (0, 1, 2, 3)))),
+    (replace(WITH_MLP, layers=4), Shape(pipe=2), bf16(schedule="zb-h1")),
 ]
 
 

@@ -19,7 +19,7 @@ from fourfold.planner.program import CopyOp, MatmulOp, WaitOp, Work
 from fourfold.planner.search import Space, search
 from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Overlap, Policy
 from fourfold.report.plan_text import plan_table
 

@@ -15,7 +15,7 @@ from fourfold.planner.machine import LinkSpeed, Machine, Seconds, load_machine
 from fourfold.planner.price import Candidate, Task, beside_messages, price
 from fourfold.planner.program import LaunchOp, Program, WaitOp
 from fourfold.planner.simulate import Simulation
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Overlap, Policy
 from fourfold.schedule.named import named
 from fourfold.schedule.play import play

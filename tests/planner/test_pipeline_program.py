@@ -16,8 +16,8 @@ from fourfold.grad_norm import grad_norm
 from fourfold.ledger import Collective
 from fourfold.planner.program import Program
 from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.step_program import step_program
 from fourfold.planner.trace import dry_run
-from fourfold.planner.transformer import step_program
 from fourfold.policy import Gathering, Overlap, Policy
 from fourfold.schedule.stages import Stages
 from fourfold.shape import Shape

@@ -21,8 +21,9 @@ from fourfold.ledger import Collective
 from fourfold.nn.embedding import looks_up_in_place
 from fourfold.planner.program import LaunchOp, MatmulOp, Rehearsal, WaitOp, Work
 from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.step_program import flops_per_token, run_step, step_program
 from fourfold.planner.trace import dry_run
-from fourfold.planner.transformer import TransformerProgram, flops_per_token, step_program
+from fourfold.planner.transformer import TransformerProgram
 from fourfold.policy import Overlap, Policy, Recompute
 from share import share
 
@@ -30,6 +31,12 @@ ROWS, SEQ = 4, 16
 MODELS = {
     "gpt": ff.models.config("gpt-tiny", layers=3),
     "llama": ff.models.config("llama-tiny", layers=3, qk_norm=True),
+}
+MIXTURES = {
+    "moe": ff.models.config("moe-tiny", layers=3),
+    "moe with an MLP": ff.models.config(
+        "moe-tiny", layers=3, shared_hidden=96, dense_layers=1, score="sigmoid", aux=0.0
+    ),
 }
 SHAPES = [
     Shape(),
@@ -114,6 +121,35 @@ def context_cases() -> list[tuple[str, Shape, Policy, int]]:
     ]
 
 
+def mixture_cases() -> list[tuple[str, Shape, Policy, int]]:
+    """The same for mixtures of experts, of which some blocks have an MLP and some an MLP beside the experts."""
+    draw = random.Random(6)
+    modes = list(product(MIXTURES, SHAPES, ("sharded", "replicated"), ("none", "attention", "block"), (1, 2)))
+    draw.shuffle(modes)
+    found = []
+    for name, shape, activations, recompute, halves in modes:
+        policy = Policy(
+            activations=activations,
+            recompute=recompute,
+            keep_gathered=draw.random() < 0.5,
+            keep_weights=draw.random() < 0.3,
+            keep_casts=draw.random() < 0.3,
+            loss_chunk=draw.choice([0, 0, 7]),
+            shard_optimizer=draw.random() < 0.5,
+            compute_dtype=draw.choice([None, torch.bfloat16]),
+            bucket_bytes=draw.choice([4000, 25 << 20]),
+            overlap=Overlap(
+                halves=halves,
+                wgrad_behind_messages=draw.random() < 0.8,
+                bytes_in_flight=draw.choice([None, 20000]),
+                joint_bytes=draw.choice([16 << 20, 3000, 0]),
+            ),
+        )
+        if MIXTURES[name].misfit(shape, policy) is None:
+            found.append((name, shape, policy, draw.choice([1, 1, 2, 3])))
+    return found
+
+
 def order(work: list[Work]) -> list[tuple[str, object]]:
     """Launches, waits and the sizes of products."""
     records = {item.flight: item.record for item in work if isinstance(item, LaunchOp)}
@@ -124,7 +160,7 @@ def order(work: list[Work]) -> list[tuple[str, object]]:
         elif isinstance(item, WaitOp):
             found.append(("wait", records[item.flight]))
         elif isinstance(item, MatmulOp):
-            found.append(("product", (item.m, item.k, item.n)))
+            found.append(("product", (item.m, item.k, item.n, item.parts)))
     return found
 
 
@@ -138,7 +174,7 @@ def compare(
     rank: int = 0,
 ) -> None:
     """Compare the rehearsed program with the dry run."""
-    config, steps = MODELS[name], micro_steps
+    config, steps = (MODELS | MIXTURES)[name], micro_steps
     dry = dry_run(
         config, shape, rank=rank, rows=rows, seq=SEQ, policy=policy, micro_steps=steps, optimizer=True,
         documents=documents,
@@ -147,7 +183,9 @@ def compare(
     assert order(step_program(sizes, micro_steps=steps).work) == order(dry.program)
 
 
-@pytest.mark.parametrize("case", [*cases()[:CASES], *context_cases()[:3]], ids=lambda case: f"{case[0]} {case[1]}")
+@pytest.mark.parametrize(
+    "case", [*cases()[:CASES], *context_cases()[:3], *mixture_cases()[:5]], ids=lambda case: f"{case[0]} {case[1]}"
+)
 def test_program_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, int]) -> None:
     alone(compare, *case)
 
@@ -183,9 +221,9 @@ def test_known_order_of_weights_gives_the_program_after_a_first_step() -> None:
         host = Rehearsal(sizes)
         model = TransformerProgram(sizes, host)
         host.silent = True  # a first step, in which the engine records the order by itself
-        model.step(1, optimizer=True, clip=True)
+        run_step(model, 1, optimizer=True, clip=True)
         host.silent = False
-        model.step(micro_steps, optimizer=True, clip=True)
+        run_step(model, micro_steps, optimizer=True, clip=True)
         assert step_program(sizes, micro_steps=micro_steps).work == host.work, (name, shape, policy)
 
 

@@ -16,7 +16,7 @@ from fourfold.planner.price import Candidate, Task, price, timeline
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
 from fourfold.planner.simulate import COMPUTE, chrome_trace, simulate
 from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy, Recompute
 
 MACHINE = Machine(

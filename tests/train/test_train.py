@@ -45,7 +45,7 @@ from fourfold.errors import BadStepsError, FailedElsewhereError, ReplicasDifferE
 from fourfold.grid import Shape
 from fourfold.params import local_of
 from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Overlap
 from fourfold.report.run_data import read_run
 from fourfold.train.config import TrainConfig, read_config

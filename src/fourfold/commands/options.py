@@ -403,6 +403,8 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     option(asked, "--seq", "tokens per sequence; default: the model's", whole)
     lengths = "lengths of the documents that are packed into rows, from fourfold data lengths --json FILE"
     option(asked, "--lengths", lengths, Path, "FILE")
+    imbalance = "how many times the mean the busiest expert of a mixture has, in pairs of a token and an expert"
+    option(asked, "--imbalance", imbalance, number, "N", default=1.0)
     dtype = "dtype of matrix products; default: bf16 if the machine file lists it, else fp32"
     option(asked, "--dtype", dtype, choices=("bf16", "fp32"))
     total = "tokens of the whole training, such as 300G or 15T; shows how many hours it takes; default: one step"

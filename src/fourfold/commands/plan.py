@@ -239,7 +239,13 @@ def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine
     if options.dtype is not None:
         compute = next(dtype for dtype, name in DTYPES.items() if name == options.dtype)
     sample = None if options.lengths is None else LengthSample.read(options.lengths)
-    return Task(config, machine, rows, seq, compute=compute, documents=sample)
+    imbalance = options.imbalance
+    if imbalance != 1 and not config.experts:
+        raise ValueError(f"--imbalance {imbalance:g} is for a mixture of experts, and this model has none")
+    if not 1 <= imbalance <= max(1, config.experts):
+        most = f"1 (all experts have equally many tokens) to experts={config.experts} (one has all)"
+        raise ValueError(f"--imbalance {imbalance:g} must be from {most}")
+    return Task(config, machine, rows, seq, compute=compute, documents=sample, imbalance=imbalance)
 
 
 def run_config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -210,6 +210,16 @@ class ModelConfig:
     def is_mixture(self, layer: int) -> bool:
         """Return whether a block has a mixture of experts in place of an MLP."""
         return self.experts > 0 and layer >= self.dense_layers
+
+    def one_layer(self, *, mixture: bool) -> ModelConfig:
+        """Return the model with a single block, one with a mixture of experts or one with an MLP."""
+        fields = type(self).__dataclass_fields__
+        dense = {name: fields[name].default for name in ("experts", *OF_A_MIXTURE)}
+        return replace(self, layers=1, **({"dense_layers": 0} if mixture else dense))
+
+    def shorter(self, layers: int) -> ModelConfig:
+        """Return the model with so many layers; of a mixture of experts at least one is left."""
+        return replace(self, layers=layers, dense_layers=min(self.dense_layers, layers - 1))
 
     @property
     def rope(self) -> Rope:

@@ -78,7 +78,7 @@ class Pairs:
         )
 
 
-class Pack(torch.autograd.Function):
+class PackScores(torch.autograd.Function):
     """Forward writes the bits of p behind each row, [P, w] and [P, 1] -> [P, w + c]; backward reads them out."""
 
     @staticmethod
@@ -92,8 +92,8 @@ class Pack(torch.autograd.Function):
         return gradient[:, : ctx.width], gradient[:, ctx.width :].contiguous().view(ctx.dtype)
 
 
-class Unpack(torch.autograd.Function):
-    """The inverse of `Pack`."""
+class UnpackScores(torch.autograd.Function):
+    """The inverse of `PackScores`."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # noqa: ARG004
@@ -133,7 +133,7 @@ class Dispatch:
         pairs = self.pairs
         p = pairs.sort(scores)
         p = p.to(torch.promote_types(p.dtype, a.dtype))
-        packed = Pack.apply(Conjugate.apply(a, pairs.pick, pairs.combine), p)
+        packed = PackScores.apply(Conjugate.apply(a, pairs.pick, pairs.combine), p)
         yield  # the other half computes while the counts travel
         self._plan(counting())
         packed = packed[: sum(self.sent)]
@@ -142,7 +142,7 @@ class Dispatch:
             arriving = self.site.launch(packed, self._to_experts, self._from_experts)
 
         def land() -> tuple[Tensor, Tensor]:
-            found = Unpack.apply(arriving.wait(), a.shape[1], p.dtype)
+            found = UnpackScores.apply(arriving.wait(), a.shape[1], p.dtype)
             if self.grid.size("ex") > 1:
                 found = [Conjugate.apply(each, self._join, self._part) for each in found]
             rows, scores = (Conjugate.apply(each, self._sorted, self._unsorted) for each in found)

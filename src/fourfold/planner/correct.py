@@ -41,7 +41,7 @@ from fourfold.planner.machine import (
     spread_of,
     with_slower_products,
 )
-from fourfold.planner.price import Candidate, PipePrice, Price, Task, price
+from fourfold.planner.price import Candidate, PipePrice, Price, Task, price, shorter_models
 from fourfold.planner.search import CHOSEN_FIELDS, Space, search
 from fourfold.planner.step_parts import (
     ATTENTION,
@@ -54,7 +54,7 @@ from fourfold.planner.step_parts import (
     pieces,
     work_seconds,
 )
-from fourfold.planner.transformer import optimizer_program, part_of, recompute_of, stage_program, step_program
+from fourfold.planner.step_program import optimizer_program, part_of, recompute_of, stage_program, step_program
 from fourfold.policy import Policy
 
 LEAST_SHARE = 0.02
@@ -99,14 +99,13 @@ def work_of(found: Price) -> StepWork:
         return _work_of_pipe(found)
     task, candidate = found.task, found.candidate
 
-    def counted(layers: int, micro_steps: int) -> StepWork:
-        return pieces(step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps).work)
-
     def with_layers(micro_steps: int) -> StepWork:
-        few, more = COUNTED_LAYERS
-        if task.config.layers <= more:
-            return counted(task.config.layers, micro_steps)
-        return _further(counted(few, micro_steps), counted(more, micro_steps), task.config.layers - few)
+        total: Counter[Any] = Counter()
+        for config, times in shorter_models(task.config, *COUNTED_LAYERS):
+            sizes = candidate.sizes(replace(task, config=config))
+            for piece, many in pieces(step_program(sizes, micro_steps=micro_steps).work).items():
+                total[piece] += round(times) * many
+        return total
 
     if candidate.micro_steps == 1:
         return with_layers(1)

@@ -2,7 +2,7 @@
 
 A cell is a grid in any rank order, an activation mode and a number of rows. A lever says which tensors are kept and
 which work is done twice; an order says in which order ranks go along the axes. The work of a cell is read from the
-programs of two layers and of embedding, head and loss (transformer.py), which are rehearsed once per structure. Then
+programs of two layers and of embedding, head and loss (step_program.py), which are rehearsed once per structure. Then
 all cells, levers and orders are priced together as tensors:
 
     forward   max(compute, the host, messages over x and y, gathers over z, everything that shares the network cards)
@@ -19,19 +19,29 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import inf, prod
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from fourfold.axes import AXES, CONTEXT, CUTS, MESSAGE_AXES, PIPE
+from fourfold.models.config import ModelConfig
 from fourfold.planner.machine import Machine, route_of
 from fourfold.planner.memory import REHEARSED_LAYERS
 from fourfold.planner.pipe import CHUNKS, head_in_layers, rough_stages
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
-from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_ends, structure_of_layers
-from fourfold.planner.transformer import ends_program, layers_program
+from fourfold.planner.sizes import (
+    LocalSizes,
+    SizeMatrix,
+    Structure,
+    Term,
+    kinds_of_layers,
+    structure_of_ends,
+    structure_of_kind,
+    structure_of_layers,
+)
+from fourfold.planner.step_program import ends_program, layers_program
 from fourfold.policy import Policy, Recompute
 from fourfold.shape import Shape
 
@@ -45,6 +55,8 @@ NEVER_HIDDEN = 0.02
 """The share of messages that is always exposed: nothing runs during the first and the last ones."""
 
 
+ONE = -1
+"""Stands for the size of what is always one."""
 SENT_ALONG = (*CUTS, CONTEXT)
 """What the messages of a stage go along."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -115,8 +127,8 @@ class ProgramWork:
     """The work of one program: for each piece the part of the micro-step and the rows of its sizes."""
 
     def __init__(self, program: Program, matrix: SizeMatrix) -> None:
-        self.products: list[tuple[int, int, int, int]] = []
-        """Part, m, k, n."""
+        self.products: list[tuple[int, int, int, int, int]] = []
+        """Part, m, k, n, and the number of experts that have a product each, or ONE."""
         self.wgrads: list[bool] = []
         """Whether each product makes dw, which no message waits for."""
         self.attention: list[tuple[int, int, int]] = []
@@ -132,7 +144,9 @@ class ProgramWork:
             part = PARTS.index(name)
             for item in program.work[start:end]:
                 if isinstance(item, MatmulOp):
-                    self.products.append((part, matrix.row_of(item.m), matrix.row_of(item.k), matrix.row_of(item.n)))
+                    parts = matrix.row_of(item.parts) if isinstance(item.parts, Term) else ONE
+                    rows = matrix.row_of(item.m), matrix.row_of(item.k), matrix.row_of(item.n)
+                    self.products.append((part, *rows, parts))
                     self.wgrads.append(item.is_wgrad)
                 elif isinstance(item, AttentionOp):
                     self.attention.append((part, matrix.row_of(item.flops), matrix.row_of(item.nbytes)))
@@ -147,11 +161,15 @@ class ProgramWork:
 
 
 class WorkForm:
-    """The work of the layers, and of embedding, head and loss, with names instead of sizes."""
+    """The work of layers of each kind, and of embedding, head and loss, with names instead of sizes."""
 
-    def __init__(self, layers: Structure, ends: Structure) -> None:
+    def __init__(self, kinds: tuple[bool, ...], layers: Structure, ends: Structure) -> None:
+        """`kinds` says whether layers are mixtures of experts, once for each kind that there is."""
         self.sizes = SizeMatrix()
-        self.layers = ProgramWork(layers_program(layers, REHEARSED_LAYERS, False), self.sizes)
+        self.layers = [
+            ProgramWork(layers_program(structure_of_kind(layers, kind), REHEARSED_LAYERS, False), self.sizes)
+            for kind in kinds
+        ]
         self.ends = ProgramWork(ends_program(ends, True, True, False), self.sizes)
 
 
@@ -177,14 +195,16 @@ class Cells:
         self.items = torch.zeros(number, parts, dtype=torch.float64)
         """The items that the host issues by part: [cell, part]."""
         busiest = {pipe: _busiest_stage(task, pipe) for pipe in {one.shape.pipe for one in candidates}}
-        self.layers, self.ends = torch.tensor([busiest[one.shape.pipe] for one in candidates], dtype=torch.float64).T
-        """The layers of the busiest stage, and whether it has the head: [cell]."""
+        stages = torch.tensor([busiest[one.shape.pipe] for one in candidates], dtype=torch.float64).T
+        *self.layers, self.ends = stages
+        """The layers of the busiest stage of each kind, and whether it has the head: [cell]."""
+        kinds = tuple(kinds_of_layers(task.config))
         by_form: dict[WorkForm, list[int]] = {}
         for index, one in enumerate(self.sizes):
             # block recompute without chunks has every part that any lever may need
             layers = structure_of_layers(one.structure, "block", chunks_mlp=False)
             ends = structure_of_ends(one.structure, chunked=False)
-            by_form.setdefault(work_form(layers, ends), []).append(index)
+            by_form.setdefault(work_form(kinds, layers, ends), []).append(index)
         for form, cells in by_form.items():
             self._read(form, cells)
         self._once()
@@ -193,7 +213,8 @@ class Cells:
         found = [self.sizes[index] for index in cells]
         sizes = form.sizes.values_of_many(found)  # [size, cell]
         ranks = torch.tensor([[one.shape.named[axis] for one in found] for axis in SENT_ALONG], dtype=torch.float64)
-        for work, times in ((form.layers, self.layers[cells] / REHEARSED_LAYERS), (form.ends, self.ends[cells])):
+        of_layers = [each[cells] / REHEARSED_LAYERS for each in self.layers]
+        for work, times in (*zip(form.layers, of_layers, strict=True), (form.ends, self.ends[cells])):
             if work.messages:
                 parts, axes, passes, rows = torch.tensor(work.messages).T
                 places, twice = parts * len(SENT_ALONG) + axes, passes == 2
@@ -211,13 +232,20 @@ class Cells:
     def _compute(self, work: ProgramWork, times: Tensor, sizes: Tensor, cells: list[int]) -> None:
         prices, dtype = self.task.seconds_on(self.candidates[cells[0]]), self.task.dtype
         whole = sizes.long().tolist()
-        known: dict[tuple[int, int, int], list[float]] = {}
-        for _, *rows in work.products:
-            if (shape := tuple(rows)) not in known:
-                shapes = zip(*(whole[row] for row in rows), strict=True)
+        known: dict[tuple[Any, ...], list[float]] = {}
+        for (_, *rows, parts), is_wgrad in zip(work.products, work.wgrads, strict=True):
+            if (shape := (*rows, parts, is_wgrad and parts != ONE)) not in known:
+                experts = [1] * len(cells) if parts == ONE else whole[parts]
+                shapes = zip(*(whole[row] for row in rows), experts, strict=True)
                 # most products have the shape of another one, and pricing them is not vectorised
-                known[shape] = [prices.product(*each, dtype) for each in shapes]  # type: ignore[index]
-        products = torch.tensor([known[m, k, n] for _, m, k, n in work.products], dtype=torch.float64)
+                known[shape] = [
+                    prices.products(m, k, n, dtype, parts=number, is_wgrad=is_wgrad) for m, k, n, number in shapes
+                ]
+        seconds = [
+            known[*rows, parts, is_wgrad and parts != ONE]
+            for (_, *rows, parts), is_wgrad in zip(work.products, work.wgrads, strict=True)
+        ]
+        products = torch.tensor(seconds, dtype=torch.float64)
         parts = torch.tensor([part for part, *_ in work.products])
         self._add(self.compute, cells, parts, times * products)
         self._add(self.chain, cells, parts, times * products * ~torch.tensor(work.wgrads)[:, None])
@@ -326,14 +354,25 @@ class Estimates:
         return torch.stack([slowed, serial, gathers, cards, nodes, host]).amax(0) + NEVER_HIDDEN * (beside + gathers)
 
 
-def _busiest_stage(task: Task, pipe: int) -> tuple[int, float]:
-    """Return the layers of the busiest stage of so many pipe ranks, and 1.0 if it has the head, else 0.0."""
+def _busiest_stage(task: Task, pipe: int) -> list[float]:
+    """Return the layers of each kind of the busiest stage of so many pipe ranks, and 1.0 if it has the head, else 0.0.
+
+    All layers are taken to be equal: a mixture of experts has few others.
+    """
+    config = task.config
     if pipe == 1:
-        return task.config.layers, 1.0
-    stages, head = rough_stages(task.config, pipe, task.seq), head_in_layers(task.config, task.seq)
+        return [*_by_kind(config, range(config.layers)), 1.0]
+    stages, head = rough_stages(config, pipe, task.seq), head_in_layers(config, task.seq)
     layers = [len(stages.layers_of(stage)) for stage in range(pipe)]
     last = layers[-1] + head >= max(layers)
-    return (layers[-1], 1.0) if last else (max(layers), 0.0)
+    stage = pipe - 1 if last else layers.index(max(layers))
+    return [*_by_kind(config, stages.layers_of(stage)), float(last)]
+
+
+def _by_kind(config: ModelConfig, layers: range) -> list[float]:
+    """Return how many of the layers are of each kind that the model has."""
+    kinds = [config.is_mixture(index) for index in layers]
+    return [float(kinds.count(kind)) for kind in kinds_of_layers(config)]
 
 
 class _Links:

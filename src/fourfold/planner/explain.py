@@ -14,7 +14,7 @@ from fourfold.planner.machine import HostMode
 from fourfold.planner.price import Candidate, PipePrice, Price, TracedPrice, memory_of, quick_price
 from fourfold.planner.robust import ABOUT_AS_GOOD, LESS_MEMORY, RobustChoice, compare, complexity, helps
 from fourfold.planner.search import CHOSEN_FIELDS, GridPlan
-from fourfold.planner.transformer import recompute_of
+from fourfold.planner.step_program import recompute_of
 from fourfold.schedule.text import to_csv
 
 WORTH_SAYING = 0.01
@@ -27,7 +27,11 @@ MOST_SPANS = 2000
 
 def model_facts(config: ModelConfig, name: str) -> dict[str, Any]:
     sizes = {key: getattr(config, key) for key in ("layers", "hidden", "heads", "mlp_hidden", "vocab")}
-    return {"name": name, "parameters": config.parameters, **sizes}
+    mixture = {}
+    if config.experts:
+        mixture = {key: getattr(config, key) for key in ("experts", "top_k", "expert_hidden")}
+        mixture["active_parameters"] = config.active_parameters
+    return {"name": name, "parameters": config.parameters, **sizes, **mixture}
 
 
 def plan_document(plan: GridPlan, model: dict[str, Any], *, others: bool = True) -> dict[str, Any]:
@@ -350,6 +354,14 @@ def assumptions(plan: GridPlan) -> list[str]:
         lines.append(
             f"rows have packed documents, {task.documents.mean:,.0f} tokens long on average in a sample of "
             f"{len(task.documents.lengths):,}; every micro-step is that of the busiest place"
+        )
+    if task.config.experts:
+        uneven = f"one expert has {task.imbalance:g} times the mean"
+        share = uneven if task.imbalance > 1 else "all experts have equally many"
+        lines.append(
+            "experts stay where they are stored and their weights travel, so every device computes the pairs of its "
+            f"own tokens with experts, whichever they choose; of these pairs {share}, and each expert's product takes "
+            "what a product of its size takes"
         )
     if machine.uncertain:
         lines.append(f"of the machine {machine.name} these are estimates or fitted: {', '.join(machine.uncertain)}")

@@ -55,7 +55,7 @@ from fourfold.planner.step_parts import (
     pieces,
     work_seconds,
 )
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
 
 GroupShape = tuple[int, int]

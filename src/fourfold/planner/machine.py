@@ -589,7 +589,8 @@ class Seconds:
     """Prices of work on a grid of this shape, in which rank r is on node r // devices_per_node.
 
     `mode` says how the host gives the work to the device, `compiled` whether kernels between products are fused. Axes
-    in `routes` have these links, as in a larger grid of which this one is a part.
+    in `routes` have these links, as in a larger grid of which this one is a part. Of the experts of a mixture one has
+    `imbalance` times the mean of their rows, and the others share the rest.
     """
 
     def __init__(
@@ -600,13 +601,14 @@ class Seconds:
         *,
         compiled: bool | None = None,
         routes: Mapping[str, Route] | None = None,
+        imbalance: float = 1.0,
     ) -> None:
         if shape.world > machine.devices_per_node and machine.between is None:
             raise ValueError(
                 f"the grid {shape} has {shape.world} ranks, but {machine.name} is one node of "
                 f"{machine.devices_per_node} devices; add [between] to its file, or take a grid that fits"
             )
-        self.machine, self.shape = in_mode(machine, mode), shape
+        self.machine, self.shape, self.imbalance = in_mode(machine, mode), shape, imbalance
         self.host = machine.host_in(mode)
         compiled = mode == "compiled" if compiled is None else compiled
         self.traffic = machine.traffic.get("compiled" if compiled else "eager", 1.0)
@@ -680,7 +682,29 @@ class Seconds:
 
     def product(self, m: int, k: int, n: int, dtype: str) -> float:
         """Return the seconds of the product [m, k] x [k, n]."""
-        return _product(self.machine, m, k, n, dtype)
+        return with_host(self.machine, _product(self.machine, m, k, n, dtype))
+
+    def products(self, m: int, k: int, n: int, dtype: str, *, parts: int = 1, is_wgrad: bool = False) -> float:
+        """Return the seconds of a product whose m rows, or k rows where it makes dw, are those of several experts.
+
+        Each expert has a product of its own, which runs at the speed of products of that size. On a GPU one kernel
+        computes all of them.
+        """
+        if parts == 1:
+            return self.product(m, k, n, dtype)
+        rows = k if is_wgrad else m
+        most = min(rows, round(self.imbalance * rows / parts))
+
+        def one(rows: int) -> float:
+            sizes = (m, rows, n) if is_wgrad else (rows, k, n)
+            return _product(self.machine, *sizes, dtype) if rows else 0.0
+
+        low = (rows - most) // (parts - 1)
+        more = rows - most - low * (parts - 1)  # experts that have one row more than the others
+        seconds = one(most) + more * one(low + 1) + (parts - 1 - more) * one(low)
+        if self.machine.device == "cpu":
+            return seconds + parts * self.machine.overhead
+        return with_host(self.machine, seconds)
 
     def attention(self, flops: Any, nbytes: Any, dtype: str) -> Any:
         """Return the seconds of an attention kernel, or of many where sizes are tensors."""
@@ -802,10 +826,11 @@ def _gemm(machine: Machine, dtype: str) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _product(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
+    """Return the seconds of a product without the host."""
     seconds = formula_seconds(machine, m, k, n, dtype)
     if min(m, k, n) > 0 and machine.measured:
         seconds *= math.exp(_correction(machine, m, k, n, dtype))
-    return with_host(machine, seconds)
+    return seconds
 
 
 def formula_seconds(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:

@@ -1,8 +1,9 @@
 """Peak bytes of one rank in a training step, by kind: a reading of the program's allocations and frees.
 
-All layers are equal, so two short programs are read: two layers alone, and embedding, head and loss alone. Live bytes
-are followed through both. Then the bytes of the other layers are added: their activations, their gradients, and the
-weights and gradients in flight, as many as the bounds of the prefetcher and of the deferred reductions allow.
+Layers of one kind are equal, so short programs are read: two layers alone, of each kind that the model has, and
+embedding, head and loss alone. Live bytes are followed through them. Then the bytes of the other layers are added:
+their activations, their gradients, and the weights and gradients in flight, as many as the bounds of the prefetcher and
+of the deferred reductions allow.
 The peak is the largest of these moments: the head's product; the loss; the backward of the last layer, when all
 activations exist; of the first layer, when all gradients exist; of the layer at which the reductions in flight reach
 their bound; the embedding's backward; the optimizer step.
@@ -27,15 +28,18 @@ from fourfold.axes import PIPE, REPLICA
 from fourfold.layout import GATHERED
 from fourfold.models.config import ModelConfig, unit_of
 from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
-from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_ends, structure_of_layers
-from fourfold.planner.transformer import (
-    ModelPart,
-    ends_program,
-    layers_program,
-    part_of,
-    recompute_of,
-    whole_model,
+from fourfold.planner.sizes import (
+    LocalSizes,
+    SizeMatrix,
+    Structure,
+    Term,
+    kinds_of_layers,
+    structure_of_ends,
+    structure_of_kind,
+    structure_of_layers,
 )
+from fourfold.planner.step_program import ends_program, layers_program, part_of, recompute_of
+from fourfold.planner.transformer import ModelPart, whole_model
 from fourfold.policy import Policy, Recompute
 from fourfold.schedule.action import Schedule
 from fourfold.shape import Shape
@@ -43,6 +47,7 @@ from fourfold.shape import Shape
 PeakMoment = Literal["head", "loss", "backward", "embedding", "optimizer"]
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 GRADIENTS = KINDS.index("gradients")
+NOTHING_KEPT = (0,) * len(KINDS)
 REHEARSED_LAYERS = 2
 """Layers that are rehearsed: backward of the first begins as it would in the middle of a model, with products of the
 layer above still queued."""
@@ -122,7 +127,7 @@ def peak_memory_of_pipe(
         every[stage] = _memory_of_stage(
             sizes.config, sizes.shape, without_stages(sizes.policy), sizes.rows, sizes.seq, sizes.dtype, first,
             sizes.parameters, passes > 1, optimizer_bytes_per_parameter,
-            part._replace(layers=range(len(part.layers))), recompute, bool(split),
+            _alike(part, sizes.config), recompute, bool(split),
         )  # fmt: skip
     alive, found = 0, (-1, 0, 0)
     on_host = most_on_host = 0
@@ -145,6 +150,13 @@ def peak_memory_of_pipe(
     others += stream if most_on_host else 0  # the input that was sent last, of another micro-batch
     workspace = memory.workspace + streams
     return replace(memory, activations=memory.activations + others, workspace=workspace, host=most_on_host)
+
+
+def _alike(part: ModelPart, config: ModelConfig) -> ModelPart:
+    """Return the first units that are as many, and of the same kinds, as these."""
+    dense = sum(not config.is_mixture(index) for index in part.layers) if config.experts else 0
+    begin = config.dense_layers - dense
+    return part._replace(layers=range(begin, begin + len(part.layers)))
 
 
 class StageMemory(NamedTuple):
@@ -344,19 +356,31 @@ def least_nbytes(
     It counts weights, gradients of earlier micro-steps, the optimizer's state, and what the layers keep for backward of
     each of the `passes` that are under way at once.
     """
+    replicas = [one.shape.sizes[REPLICA] if one.policy.shard_optimizer else 1 for one in sizes]
+    tensors = 1 + (micro_steps > 1).double() + MOMENTS / torch.tensor(replicas, dtype=torch.float64)
+    kinds: dict[bool, Tensor] = {}  # bytes of a layer of each kind
+    for mixture in kinds_of_layers(sizes[0].config) if sizes else ():
+        shards = torch.tensor([one.layer_shard(mixture) * one.dtype.itemsize for one in sizes], dtype=torch.float64)
+        kinds[mixture] = shards * tensors + passes * _kept_by_layer(sizes, recompute, mixture)
+    if len(kinds) < 2:
+        return sum((layers * each for each in kinds.values()), torch.zeros(len(sizes), dtype=torch.float64))
+    dense, every = sizes[0].config.dense_layers, sizes[0].config.layers
+    whole = dense * kinds[False] + (every - dense) * kinds[True]
+    return torch.where(layers == every, whole, layers * torch.minimum(kinds[False], kinds[True]))
+
+
+def _kept_by_layer(sizes: Sequence[LocalSizes], recompute: Recompute, mixture: bool) -> Tensor:
+    """Return the bytes that a layer of one kind keeps for backward: [candidate]."""
     kept = torch.zeros(len(sizes), dtype=torch.float64)
     by_structure: dict[Structure, list[int]] = {}
     for index, one in enumerate(sizes):
-        structure = structure_of_layers(one.structure, recompute)
+        structure = structure_of_kind(structure_of_layers(one.structure, recompute), mixture)
         by_structure.setdefault(structure, []).append(index)
     for structure, indices in by_structure.items():
         all_kept = live_layers(structure).all_kept
         if all_kept.columns:  # blocks whose inputs wait on the host keep nothing
             kept[indices] = all_kept.values_of_many([sizes[index] for index in indices])[0] // REHEARSED_LAYERS
-    shards = torch.tensor([one.layer_shard * one.dtype.itemsize for one in sizes], dtype=torch.float64)
-    replicas = [one.shape.sizes[REPLICA] if one.policy.shard_optimizer else 1 for one in sizes]
-    tensors = 1 + (micro_steps > 1).double() + MOMENTS / torch.tensor(replicas, dtype=torch.float64)
-    return layers * (shards * tensors + passes * kept)
+    return kept
 
 
 # --- weights in flight
@@ -424,10 +448,49 @@ class _Peak(NamedTuple):
     moment: PossiblePeak | None = None
     in_flight: int = 0
     gradients: int = 0
-    layers: int = 0
-    """The number of further layers that keep tensors for backward."""
+    kept: Sequence[int] = NOTHING_KEPT
+    """The bytes that further layers keep for backward, by kind of memory."""
     before: int = 0
     """Bytes of activations that exist from before the layers until backward is done."""
+
+
+class LayersOfAKind:
+    """The layers of one kind that a stage has, as one candidate computes them."""
+
+    def __init__(self, sizes: LocalSizes, blocks: Structure, mixture: bool, number: int) -> None:
+        self.sizes, self.structure, self.number = sizes, structure_of_kind(blocks, mixture), number
+        self.part = _Part(live_layers(self.structure), sizes)
+        self.gradients = sizes.layer_shard(mixture) * sizes.dtype.itemsize
+        """Bytes of the gradients of a layer."""
+        self.kept = [nbytes // REHEARSED_LAYERS for nbytes in self.part.kept]
+        """Bytes that a layer keeps for backward, by kind of memory."""
+
+    @cached_property
+    def first(self) -> int:
+        """The moment at which backward of a layer begins."""
+        return self.part.begin("first layer")
+
+    @cached_property
+    def cycle(self) -> list[int]:
+        """The bytes of the gathers of one layer's backward, in order."""
+        return self.part.gathers[self.part.moments[self.first].after[0] :]
+
+    @cached_property
+    def reduced(self) -> list[int]:
+        """The bytes of the reductions of one layer's backward, the latest first."""
+        return self.part.reductions[self.part.moments[self.first].after[1] :][::-1]
+
+    @cached_property
+    def held(self) -> int:
+        """The bytes that backward of a layer leaves for products of dw that are held back."""
+        return held_in(live_layers(self.structure, split=True), self.sizes) // REHEARSED_LAYERS
+
+
+def held_in(live: LiveBytes, sizes: LocalSizes) -> int:
+    """Return the bytes that a program leaves for products of dw that are held back."""
+    values = live.values(sizes)
+    # gradients that are complete by then are counted with those of the rank
+    return sum(values[row] for kind, row in enumerate(live.held) if kind != GRADIENTS)
 
 
 class MemoryReading:
@@ -453,9 +516,18 @@ class MemoryReading:
         elements of all shards of the rank, by default those that `sizes` counts.
         """
         self.sizes, self.part, self.split = sizes, part or whole_model(sizes.config.layers), split
-        self.layers = len(self.part.layers)
+        self.layers, config = len(self.part.layers), sizes.config
         self._blocks = structure_of_layers(sizes.structure, recompute)
-        self.block = _Part(live_layers(self._blocks), sizes)
+        mixtures = sum(map(config.is_mixture, self.part.layers)) if config.experts else 0
+        numbers = {False: self.layers - mixtures, True: mixtures}
+        if not self.layers:  # a stage of the ends alone still needs to know what layers are
+            numbers = dict.fromkeys(kinds_of_layers(config)[-1:], 0)
+        self.kinds = [
+            LayersOfAKind(sizes, self._blocks, mixture, number)
+            for mixture, number in numbers.items()
+            if number or not self.layers
+        ]
+        """The kinds of layers that there are; those with an MLP come before mixtures."""
         elements, item = sizes.parameters if parameters is None else parameters, sizes.dtype.itemsize
         self.parameters = elements * item
         self.least_gradients = self.parameters if micro_steps > 1 else 0
@@ -463,12 +535,10 @@ class MemoryReading:
         self.replicas = sizes.shape.sizes[REPLICA] if sizes.policy.shard_optimizer else 1
         each = MOMENTS * item if optimizer_nbytes is None else optimizer_nbytes
         self.optimizer = ceil(elements / self.replicas * each)
-        self.layer_gradients = sizes.layer_shard * item
         self.head_gradients = sizes.shard_elements((sizes.structure.table,)) * item if self.part.head else 0
         self.casts = elements * sizes.structure.compute_itemsize if sizes.structure.keeps_casts else 0
         """Bytes of cast shards that are kept."""
-        self.kept_layer = [nbytes // REHEARSED_LAYERS for nbytes in self.block.kept]
-        self.kept_by_layers = self.layers * sum(self.kept_layer)
+        self.kept_by_layers = sum(kind.number * sum(kind.kept) for kind in self.kinds)
         offloads = self._blocks.policy.offload and self._blocks.policy.runs_blocks_again and self.layers > 0
         self.input_here = sum(half.rest_nbytes for half in sizes.halves) if offloads else 0
         """Bytes of the one block input that stays on the device where others wait on the host: the one that was sent
@@ -497,44 +567,55 @@ class MemoryReading:
     @property
     def held(self) -> int:
         """The bytes that backward leaves for the products of dw; 0 if it runs them itself."""
-        return self._held_by_ends + self.layers * self._held_by_layer
+        return self._held_by_ends + self._held_by_last(self.layers)
 
     @cached_property
     def _held_by_ends(self) -> int:
-        return self._held_in(self._live_ends(split=True)) if self.split else 0
+        return held_in(self._live_ends(split=True), self.sizes) if self.split else 0
 
-    @cached_property
-    def _held_by_layer(self) -> int:
-        return self._held_in(live_layers(self._blocks, split=True)) // REHEARSED_LAYERS if self.split else 0
+    def _held_by_last(self, layers: int) -> int:
+        """Return the bytes that backward of so many layers, the last ones, leaves for products of dw."""
+        if not self.split:
+            return 0
+        return sum(many * kind.held for kind, many in zip(self.kinds, self._last(layers), strict=True))
 
-    def _held_in(self, live: LiveBytes) -> int:
-        values = live.values(self.sizes)
-        # gradients that are complete by then are counted with those of the rank
-        return sum(values[row] for kind, row in enumerate(live.held) if kind != GRADIENTS)
+    def _last(self, layers: int) -> list[int]:
+        """Return how many of the last so many layers are of each kind."""
+        found = []
+        for kind in reversed(self.kinds):
+            found.append(min(layers, kind.number))
+            layers -= found[-1]
+        return found[::-1]
+
+    def _kept_below(self, done: int) -> list[int]:
+        """Return what the layers keep whose backward is still to come, by kind of memory, if so many are done."""
+        total = list(NOTHING_KEPT)
+        for kind, many in zip(self.kinds, self._last(done), strict=True):
+            total = [one + (kind.number - many) * more for one, more in zip(total, kind.kept, strict=True)]
+        return total
 
     def _peak(self) -> _Peak:
         """Find the largest moment of the step."""
-        ends, layers, sizes, block, part = self.ends, self.layers, self.sizes, self.block, self.part
-        self.first = block.begin("first layer")
+        ends, layers, sizes, part = self.ends, self.layers, self.sizes, self.part
         embedding = ends.begin("embedding") if part.embedding else None
-        gathered, reduced = block.moments[self.first].after
-        self.cycle, self.reduced = block.gathers[gathered:], block.reductions[reduced:][::-1]
-        """The bytes of the gathers of one layer's backward in order, and of its reductions, the latest first."""
         overlap, travels = sizes.policy.overlap, sizes.structure.gathers_weights
         self.ahead = self.behind = 0
         """The bytes that may be gathered ahead, and those of reductions that may be in flight."""
         # the bounds follow the largest message, as in the runtime's engine
         if travels and overlap.prefetch:
-            self.ahead = overlap.most_in_flight(max([*ends.gathers, *block.gathers]))
+            of_layers = (nbytes for kind in self.kinds for nbytes in kind.part.gathers)
+            self.ahead = overlap.most_in_flight(max([*ends.gathers, *of_layers]))
         if travels and overlap.defer:
-            self.behind = overlap.most_in_flight(max([*ends.reductions, *block.reductions]))
-        gradients = layers * self.layer_gradients
-        found = [self._at_layer(done) for done in self._depths()]
+            of_layers = (nbytes for kind in self.kinds for nbytes in kind.part.reductions)
+            self.behind = overlap.most_in_flight(max([*ends.reductions, *of_layers]))
+        gradients = sum(kind.number * kind.gradients for kind in self.kinds)
+        found = [self._at_layer(place, done) for place, done in self._depths()]
+        last, first = self.kinds[-1], self.kinds[0]
         if part.head:
-            found.append(self._largest(ends, 0, embedding, layers=layers, below=layers, before=self.input_here))
+            found.append(self._largest(ends, 0, embedding, last, below=layers, before=self.input_here))
         if embedding is not None:
             above = dict(gradients=gradients, above=layers, before=self.held)
-            found.append(self._largest(ends, embedding, None, **above, ahead=False))
+            found.append(self._largest(ends, embedding, None, first, kept_by=layers, **above, ahead=False))
         # the optimizer step: all gradients, and this replica's rows of them if the optimizer is sharded
         at_end = self.parameters + (self.parameters // self.replicas if self.replicas > 1 else 0)
         return max(*found, _Peak(at_end, ends, gradients=at_end), key=lambda peak: peak.total)
@@ -546,8 +627,8 @@ class MemoryReading:
         if peak.moment is not None:
             nbytes, moment = peak.of.bytes_of, peak.moment
             largest = max(range(len(moment.others)), key=lambda index: nbytes[moment.others[index]])
-            rows = zip(KINDS, moment.kinds[largest], self.kept_layer, strict=True)
-            kinds = {kind: nbytes[row] + peak.layers * kept for kind, row, kept in rows}
+            rows = zip(KINDS, moment.kinds[largest], peak.kept, strict=True)
+            kinds = {kind: nbytes[row] + kept for kind, row, kept in rows}
             at = PARTS.get(peak.moment.part, peak.moment.part)
         return Memory(
             parameters=self.parameters,
@@ -561,22 +642,27 @@ class MemoryReading:
             host=self.host,
         )
 
-    def _depths(self) -> set[int]:
-        """Return the numbers of layers done at the moments that may hold the most bytes."""
-        last = self.layers - 1
-        if last < 0:
-            return set()
-        return {0, min(ceil(self.behind / max(1, sum(self.reduced))), last), last}
+    def _depths(self) -> set[tuple[int, int]]:
+        """Return the moments that may hold the most bytes: a kind of layers, and the number of layers done."""
+        found, above = set(), 0
+        for place, kind in reversed(list(enumerate(self.kinds))):
+            last = kind.number - 1
+            if last >= 0:
+                full = min(ceil(self.behind / max(1, sum(kind.reduced))), last)
+                found |= {(place, above + done) for done in (0, full, last)}
+            above += kind.number
+        return found
 
-    def _at_layer(self, done: int) -> _Peak:
-        """Find the largest moment of a layer's backward when `done` layers are done."""
-        reduced = self.ends.reductions if self.part.head else ()
+    def _at_layer(self, place: int, done: int) -> _Peak:
+        """Find the largest moment of the backward of a layer of this kind when `done` layers are done."""
+        kind, reduced = self.kinds[place], self.ends.reductions if self.part.head else ()
         below, last = self.layers - 1 - done, reduced[0] if reduced else 0
-        gradients = self.head_gradients + (done - 1) * self.layer_gradients
-        before = self._before_layers + self._held_by_ends + done * self._held_by_layer
+        of_done = sum(many * one.gradients for one, many in zip(self.kinds, self._last(done), strict=True))
+        gradients = self.head_gradients + of_done - kind.gradients  # the program has those of the layer above
+        before = self._before_layers + self._held_by_ends + self._held_by_last(done)
         return self._largest(
-            self.block, self.first, None, layers=below, below=below, above=done, before=before, gradients=gradients,
-            last=last,
+            kind.part, kind.first, None, kind, kept_by=done + 1, below=below, above=done, before=before,
+            gradients=gradients, last=last,
         )  # fmt: skip
 
     @cached_property
@@ -585,28 +671,29 @@ class MemoryReading:
         return self.ends.left + sum(half.mask_nbytes for half in self.sizes.halves)
 
     def _largest(
-        self, of: _Part, begin: int, end: int | None, *, layers: int = 0, below: int = 0, above: int = 0,
-        before: int = 0, gradients: int = 0, last: int = 0, ahead: bool = True,
+        self, of: _Part, begin: int, end: int | None, kind: LayersOfAKind, *, kept_by: int = 0, below: int = 0,
+        above: int = 0, before: int = 0, gradients: int = 0, last: int = 0, ahead: bool = True,
     ) -> _Peak:  # fmt: skip
         """Find the largest moment from `begin` to `end`.
 
-        Outside of this program, `layers` layers and `before` bytes are kept, and `gradients` bytes are complete.
-        Weights are gathered ahead for the rest of this program, then for the layers `below`. Reductions in flight are
-        those of this program, then of the layers `above`, then the `last` one.
+        Outside of this program, `before` bytes and what all layers but the last `kept_by` ones keep are there, and
+        `gradients` bytes are complete. Weights are gathered ahead for the rest of this program, then for the layers
+        `below`. Reductions in flight are those of this program, then of the layers `above`, then the `last` one. The
+        layers next to it are of this `kind`.
         """
         found, sent = (-1, 0, 0, 0), of.moments[begin].after[1]
         replicas, least = self.replicas, self.least_gradients
         # this many layers reach the bound of bytes in flight; further ones change nothing
-        below = min(below, self.ahead // max(1, sum(self.cycle)) + 1)
-        above = min(above, self.behind // max(1, sum(self.reduced)) + 1)
+        below = min(below, self.ahead // max(1, sum(kind.cycle)) + 1)
+        above = min(above, self.behind // max(1, sum(kind.reduced)) + 1)
         gathering = of.gathering.setdefault(below if ahead else -1, {})
         reducing = of.reducing.setdefault((begin, above), {})
         for index, (gathered, reduced, complete, others) in enumerate(of.live[begin:end], start=begin):
             if gathered not in gathering:
-                gathering[gathered] = self._gathered_ahead(of.gathers[gathered:], below) if ahead else 0
+                gathering[gathered] = self._gathered_ahead(of.gathers[gathered:], kind.cycle, below) if ahead else 0
             if reduced not in reducing:
                 here = of.reductions[sent:reduced][::-1]
-                reducing[reduced] = bytes_in_flight(here, self.reduced, above, last, self.behind) if self.behind else 0
+                reducing[reduced] = bytes_in_flight(here, kind.reduced, above, last, self.behind) if self.behind else 0
             in_flight = gathering[gathered] + reducing[reduced]
             complete += gradients
             if replicas > 1:  # this replica's rows of the sums exist beside whole gradients until backward ends
@@ -617,13 +704,14 @@ class MemoryReading:
             if total > found[0]:
                 found = total, index, in_flight, complete
         total, index, in_flight, complete = found
-        total += before + layers * sum(self.kept_layer)
-        return _Peak(total, of, of.moments[index], in_flight, complete, layers, before)
+        kept = self._kept_below(kept_by)
+        total += before + sum(kept)
+        return _Peak(total, of, of.moments[index], in_flight, complete, kept, before)
 
-    def _gathered_ahead(self, following: Sequence[int], below: int) -> int:
+    def _gathered_ahead(self, following: Sequence[int], cycle: Sequence[int], below: int) -> int:
         if not self.ahead:
             return 0
-        found = bytes_in_flight(following, self.cycle, below, 0, self.ahead)
+        found = bytes_in_flight(following, cycle, below, 0, self.ahead)
         # the cast shard, from which the message is sent, exists until the gather has been waited for
         passing = self.sizes.structure.casts and not self.sizes.structure.keeps_casts
         return found + (found // self.sizes.shape.sizes[GATHERED] if passing else 0)

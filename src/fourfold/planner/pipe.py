@@ -19,7 +19,8 @@ from typing import NamedTuple, cast
 from fourfold.models.config import ModelConfig
 from fourfold.planner.memory import MemoryReading, peak_memory_of_pipe
 from fourfold.planner.price import Candidate, PipePrice, StageCosts, Task, memory_of, price_pipe, unit_totals
-from fourfold.planner.transformer import ModelPart, part_of, recompute_of
+from fourfold.planner.step_program import part_of, recompute_of
+from fourfold.planner.transformer import ModelPart
 from fourfold.policy import Recompute
 from fourfold.schedule.find import find, least_seconds
 from fourfold.schedule.stages import Stages, place
@@ -103,9 +104,8 @@ def rough_stages(config: ModelConfig, pipe: int, seq: int) -> Stages:
 
 def head_in_layers(config: ModelConfig, seq: int) -> float:
     """Return the FLOPs of the head in those of a layer."""
-    features = config.head_dim * (config.heads + config.kv_heads) * 2 + config.mlp_hidden * (
-        3 if config.mlp == "swiglu" else 2
-    )
+    inside = config.top_k * config.expert_hidden + config.shared_hidden if config.experts else config.mlp_hidden
+    features = config.head_dim * (config.heads + config.kv_heads) * 2 + inside * (3 if config.mlp == "swiglu" else 2)
     return config.vocab * config.hidden / (config.hidden * features + seq * config.heads * config.head_dim)
 
 
@@ -174,7 +174,10 @@ def balanced_stages(
     for stage in range(many):
         kind = cast("Recompute", recompute[stage]) if recompute else candidate.policy.recompute
         units = unit_totals(task, candidate.without_stages, kind, split=False)
-        parts = [ModelPart(range(layers), embedding=stage == 0, head=stage == many - 1) for layers in (1, 2)]
+        begin = task.config.dense_layers  # the few dense layers of a mixture count as the others do
+        parts = [
+            ModelPart(range(begin, begin + layers), embedding=stage == 0, head=stage == many - 1) for layers in (1, 2)
+        ]
         one, two = (units.seconds("F", part) + units.seconds("BW", part) for part in parts)
         costs.append(StageCost(2 * one - two, two - one))
     return stages_with(cut_layers(task.config.layers, costs, least), places, recompute)

@@ -32,10 +32,9 @@ from fourfold.planner.program import (
     Program,
 )
 from fourfold.planner.simulate import Timeline, Totals, simulate
-from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.transformer import (
+from fourfold.planner.sizes import LocalSizes, kinds_of_layers
+from fourfold.planner.step_program import (
     Flops,
-    ModelPart,
     flops_per_token,
     optimizer_program,
     part_of,
@@ -43,6 +42,7 @@ from fourfold.planner.transformer import (
     stage_program,
     step_program,
 )
+from fourfold.planner.transformer import ModelPart
 from fourfold.policy import Policy, Recompute
 from fourfold.schedule.action import PipeMessage, Schedule
 from fourfold.schedule.play import Played, play
@@ -82,6 +82,8 @@ class Task:
     """Whether steps are recorded as CUDA graphs and replayed; on the CPU they are not."""
     documents: LengthSample | None = None
     """The documents that are packed into rows; None if a row is one document, or if their lengths are not known."""
+    imbalance: float = 1.0
+    """How many times the mean of the pairs of a token and an expert the busiest expert of a mixture has."""
     packed: bool = False
     """Whether rows have several documents, also if their lengths are not known; a row of those is not cut."""
 
@@ -98,12 +100,13 @@ class Task:
         """Return the prices of work for a candidate, whose axes have these links if it is a part of a larger grid."""
         policy = candidate.policy
         mode = self.host_mode(policy, candidate.shape)
-        return Seconds(self.machine, candidate.shape, mode, compiled=policy.compile, routes=routes)
+        how = dict(compiled=policy.compile, routes=routes, imbalance=self.imbalance)
+        return Seconds(self.machine, candidate.shape, mode, **how)
 
     @property
     def on_any_machine(self) -> Task:
         """A task that stands for this one on every machine: the same programs, whatever they cost."""
-        return replace(self, machine=NO_MACHINE, rows=0, captured=False)
+        return replace(self, machine=NO_MACHINE, rows=0, captured=False, imbalance=1.0)
 
     @property
     def tokens(self) -> int:
@@ -138,7 +141,7 @@ class Candidate:
 
         With `layers` they are those of a model with that many.
         """
-        config, shape = task.config if layers is None else replace(task.config, layers=layers), self.shape
+        config, shape = task.config if layers is None else task.config.shorter(layers), self.shape
         rank = shape.rank({**dict.fromkeys(AXES, 0), PIPE: pipe_rank}) if pipe_rank else 0
         documents = None
         if task.documents is not None:
@@ -264,17 +267,40 @@ def price(task: Task, candidate: Candidate, *, quick: bool = False) -> Price:
     check_candidate(task, candidate)
     if candidate.shape.pipe > 1:
         return price_pipe(task, candidate)
-    layers, (few, more) = task.config.layers, QUICK_LAYERS if quick else CLOSE_LAYERS
-    played = 1 if quick else SIMULATED_MICRO_STEPS
-    if layers <= more:
-        return Price(task, candidate, simulate_layers(task, candidate, layers, played))
-    begin = simulate_layers(task, candidate, few, played)
-    further = simulate_layers(task, candidate, more, played).plus(begin, -1.0)
-    totals = begin.plus(further, (layers - few) / (more - few))
+    (few, more), played = QUICK_LAYERS if quick else CLOSE_LAYERS, 1 if quick else SIMULATED_MICRO_STEPS
+    totals = NOTHING
+    for config, times in shorter_models(task.config, few, more):
+        totals = totals.plus(simulate_model(task, candidate, config, played), times)
     # With more layers, more of the sums over data is hidden: clamp the exposed time at zero.
     exposed = {axis: max(0.0, seconds) for axis, seconds in totals.exposed.items()}
     missing = sum(exposed.values()) - sum(totals.exposed.values())
     return Price(task, candidate, replace(totals, seconds=totals.seconds + missing, exposed=exposed))
+
+
+def shorter_models(config: ModelConfig, few: int, more: int) -> list[tuple[ModelConfig, float]]:
+    """Return models with `few` or `more` layers, and how often each counts so that together they stand for the model.
+
+    In a model with both MLPs and mixtures of experts the layers of each kind are extrapolated by themselves. A model
+    with no more layers stands for itself.
+    """
+    if config.layers <= more:
+        return [(config, 1.0)]
+    numbers = config.dense_layers, config.layers - config.dense_layers
+    begun = [min(number, few) for number in numbers]
+    found, left = [], 1.0
+    for kind, number in enumerate(numbers):
+        if number > begun[kind]:
+            longer = [*begun]
+            longer[kind] = min(number, more)
+            times = (number - begun[kind]) / (longer[kind] - begun[kind])
+            found.append((_with_layers(config, *longer), times))
+            left -= times
+    return [(_with_layers(config, *begun), left), *found]
+
+
+def _with_layers(config: ModelConfig, dense: int, others: int) -> ModelConfig:
+    """Return the model with so many layers that have an MLP all the same, and so many others."""
+    return replace(config, layers=dense + others, dense_layers=dense)
 
 
 def quick_price(task: Task, candidate: Candidate) -> Price:
@@ -282,21 +308,24 @@ def quick_price(task: Task, candidate: Candidate) -> Price:
     return price(task, candidate, quick=True)
 
 
-def simulate_layers(task: Task, candidate: Candidate, layers: int, played: int = SIMULATED_MICRO_STEPS) -> Totals:
-    """Return the totals of a step, with all micro-steps, of a model with this many layers.
+def simulate_model(
+    task: Task, candidate: Candidate, config: ModelConfig, played: int = SIMULATED_MICRO_STEPS
+) -> Totals:
+    """Return the totals of a step, with all micro-steps, of the task's model with fewer layers, as its config says.
 
     So many micro-steps are `played`, one or two; each further one takes what the first did. If only one is played, what
     it takes to add its gradients to those of others is counted by itself.
     """
     played = min(candidate.micro_steps, played)
-    line = timeline(task, candidate, layers=layers, micro_steps=played)
+    task = replace(task, config=config)
+    line = timeline(task, candidate, micro_steps=played)
     totals = line.totals
     if candidate.micro_steps > played:
         begins = [totals for phase, totals in line.marks if phase == ("forward" if played > 1 else "optimizer")]
         first = [totals for phase, totals in line.marks if phase == "forward"][-played]
         further = without_replica_traffic(begins[-1].plus(first, -1.0))
         if played == 1:
-            nbytes = candidate.sizes(task, layers=layers).parameter_nbytes
+            nbytes = candidate.sizes(task).parameter_nbytes
             adding = task.seconds_on(candidate).kernel(ADDED * nbytes)
             further = further.plus(Totals(adding, adding, {}, {}))
         totals = totals.plus(further, candidate.micro_steps - played)
@@ -341,19 +370,30 @@ class UnitTotals:
 
     fixed: Mapping[str, Totals]
     layer: Mapping[str, Totals]
+    """A layer that is no dense layer of a mixture of experts."""
+    dense_layer: Mapping[str, Totals]
     embedding: Mapping[str, Totals]
     head: Mapping[str, Totals]
+    dense_layers: int
+    """The number of first layers that have an MLP all the same."""
 
     def stage(self, kind: str, part: ModelPart) -> Totals:
         """Return what an action of this kind takes in a stage with these units."""
         if not (part.layers or part.embedding or part.head):
             return NOTHING
-        found = self.fixed[kind].plus(self.layer[kind], len(part.layers))
+        dense = dense_of(part, self.dense_layers)
+        found = self.fixed[kind].plus(self.layer[kind], len(part.layers) - dense)
+        found = found.plus(self.dense_layer[kind], dense) if dense else found
         found = found.plus(self.embedding[kind]) if part.embedding else found
         return found.plus(self.head[kind]) if part.head else found
 
     def seconds(self, kind: str, part: ModelPart) -> float:
         return max(0.0, self.stage(kind, part).seconds)
+
+
+def dense_of(part: ModelPart, dense_layers: int) -> int:
+    """Return how many layers of a stage are among the first ones of the model, which are dense."""
+    return sum(index < dense_layers for index in part.layers) if dense_layers else 0
 
 
 NOTHING = Totals(0.0, 0.0, {}, {})
@@ -390,23 +430,37 @@ def _unit_totals(
         "embedding": ModelPart(range(few), embedding=True, head=False),
         "head": ModelPart(range(few), embedding=False, head=True),
     }
-    prices = task.seconds_on(candidate, dict(links))
-    found = {name: _simulate_stage(task, candidate, prices, part, recompute, split) for name, part in parts.items()}
+    prices, config = task.seconds_on(candidate, dict(links)), task.config
+    *dense, last = [
+        replace(task, config=replace(config.one_layer(mixture=mixture), layers=more))
+        for mixture in kinds_of_layers(config)
+    ]
+
+    def simulated(task: Task, name: str) -> dict[str, Totals]:
+        return _simulate_stage(task, candidate, prices, parts[name], recompute, split)
+
+    found = {name: simulated(last, name) for name in parts}
     kinds = found["few"].keys()
-    layer = {kind: NOTHING.plus(found["more"][kind].plus(found["few"][kind], -1.0), 1 / (more - few)) for kind in kinds}
+
+    def by_layer(least: Mapping[str, Totals], most: Mapping[str, Totals]) -> dict[str, Totals]:
+        return {kind: NOTHING.plus(most[kind].plus(least[kind], -1.0), 1 / (more - few)) for kind in kinds}
+
+    layer = by_layer(found["few"], found["more"])
     return UnitTotals(
         fixed={kind: found["few"][kind].plus(layer[kind], -few) for kind in kinds},
         layer=layer,
+        dense_layer=by_layer(simulated(dense[0], "few"), simulated(dense[0], "more")) if dense else layer,
         **{
             end: {kind: found[end][kind].plus(found["few"][kind], -1.0) for kind in kinds}
             for end in ("embedding", "head")
         },
+        dense_layers=config.dense_layers,
     )
 
 
 @lru_cache(maxsize=256)
 def _stage_program(task: Task, candidate: Candidate, part: ModelPart, recompute: Recompute, split: bool) -> Program:
-    sizes = candidate.sizes(task, layers=max(STAGE_LAYERS))
+    sizes = candidate.sizes(task)
     return stage_program(sizes, part, recompute, split=split, passes=STAGE_PASSES)
 
 
@@ -581,12 +635,13 @@ class StageCosts:
         }
         self.prices, self.sizes = task.seconds_on(candidate), candidate.sizes(task)
         self.stream_nbytes = sum(half.rest_nbytes for half in self.sizes.halves)
-        self._by_units: dict[tuple[str, Recompute, int, bool, bool], Totals] = {}
+        self._by_units: dict[tuple[str, Recompute, int, int, bool, bool], Totals] = {}
 
     def stage(self, kind: str, stage: int) -> Totals:
         """Return what an action takes."""
         recompute, part = recompute_of(self.stages, stage, self.candidate.policy), part_of(self.stages, stage)
-        units = kind, recompute, len(part.layers), part.embedding, part.head
+        dense = dense_of(part, self.task.config.dense_layers)
+        units = kind, recompute, len(part.layers), dense, part.embedding, part.head
         if units not in self._by_units:
             self._by_units[units] = self.units[recompute].stage(kind, part)
         return self._by_units[units]
@@ -690,7 +745,7 @@ class StageCosts:
     def _parameter_nbytes(self, own: Sequence[int]) -> int:
         """Return the bytes of this rank's shards of the parameters of some stages."""
         parts = [part_of(self.stages, stage) for stage in own]
-        layers = sum(len(part.layers) for part in parts)
+        layers = [index for part in parts for index in part.layers]
         embedding, head = (any(getattr(part, end) for part in parts) for end in ("embedding", "head"))
         return self.sizes.units_nbytes(layers, embedding=embedding, head=head)
 

@@ -2,7 +2,7 @@
 
 Every figure of the planner is a reading of a program: the messages are its launches, the FLOPs its products, the memory
 its allocations and frees (memory.py), the seconds come from its simulation (simulate.py). A program comes from the
-rehearsal of a reference model (transformer.py) or from a dry run of real code (trace.py).
+rehearsal of a reference model (step_program.py) or from a dry run of real code (trace.py).
 
 A rehearsal drives the runtime's own overlap engine with names and sizes instead of tensors. `Rehearsal` offers the
 parts of layers (operators that move activations, weights that are gathered and reduced, products and their backward)
@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -39,7 +39,7 @@ class PlannedGather:
 
     host: Rehearsal
     weights: WeightGroup
-    key: tuple[str, str, tuple[str, ...]]
+    key: tuple[Any, ...]
     """Kind, label and names: the same key means the same weights for the same use."""
     nbytes: int
 
@@ -51,7 +51,7 @@ class PlannedGather:
         return 0
 
     def buffers(self, _: None) -> Sequence[Tensor]:
-        return self.host.release(self.weights, kept=self.key[0] == PRODUCT)
+        return self.host.release(self.weights, kept=self.key[0] in (PRODUCT, EXPERTS) and not self.weights.again)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +106,7 @@ class WaitOp(NamedTuple):
 
 
 class MatmulOp(NamedTuple):
-    """A matrix product [m, k] x [k, n] on this rank."""
+    """A matrix product [m, k] x [k, n] on this rank, or one kernel that computes as many as there are experts."""
 
     label: str
     m: int
@@ -114,6 +114,8 @@ class MatmulOp(NamedTuple):
     n: int
     is_wgrad: bool = False
     """Whether the product makes dw, which no message waits for."""
+    parts: int = 1
+    """How many products share the m rows, or the k rows of a product that makes dw; each has a factor of its own."""
 
     @property
     def flops(self) -> int:
@@ -199,6 +201,8 @@ ADDED = 3
 T = TypeVar("T")
 PRODUCT = "product"
 """The kind of a gather for a product, which may keep the gathered weights."""
+EXPERTS = "experts"
+"""The kind of a gather for a product of experts, in forward and in backward, which may keep them too."""
 Records = Callable[[], Sequence[Collective]]
 
 
@@ -229,6 +233,8 @@ class WeightGroup(NamedTuple):
     names: tuple[str, ...]
     again: bool = False
     """Whether this is the second gather, for backward, which is left out if the weights were kept."""
+    wide: bool = False
+    """Whether the weights are used in fp32 at least, as those of a router are."""
 
 
 class WeightOrder(NamedTuple):
@@ -468,9 +474,11 @@ class Rehearsal:
 
     def _gathering(self, weights: WeightGroup, kind: str) -> PlannedGather:
         key = kind, weights.label, weights.names
+        if self._names and kind == EXPERTS:
+            key = *key, weights.again  # a rehearsal of names tells apart what is left out if weights are kept
         gathering = self._gatherings.get(key)
         if gathering is None:
-            travels, item = self.structure.gathers_weights, self.structure.compute_itemsize
+            travels, item = self.structure.gathers_weights, self.structure.itemsize_of(weights.wide)
             # with names nothing is gathered ahead, so the engine compares no bytes: any number but 0 will do
             nbytes = 1 if self._names else self.sizes.most_elements(weights.names) * item
             gathering = self._gatherings[key] = PlannedGather(self, weights, key, nbytes if travels else 0)
@@ -496,19 +504,20 @@ class Rehearsal:
 
     def gather(self, together: Sequence[WeightGroup]) -> PlannedWait:
         """Launch the gather of these weights in one message."""
-        sizes, item = self.sizes, self.structure.compute_itemsize
-        elements = 0
+        sizes, structure = self.sizes, self.structure
+        nbytes = 0
         for weights in together:
             self.read_shards(weights)
             if not self.silent:
                 count = sizes.message_elements_again if weights.again else sizes.message_elements
-                elements += count(weights.names)
+                nbytes += count(weights.names) * structure.itemsize_of(weights.wide)
         label = joint_label([weights.label for weights in together])
-        gathering = self.launch(lambda: sizes.message("all_gather", GATHERED, elements * item, label))
-        if self.memory and self.structure.copies_weights and not self.silent:
+        gathering = self.launch(lambda: sizes.message("all_gather", GATHERED, nbytes, label))
+        if self.memory and not self.silent:
             for weights in together:
-                whole = sizes.elements_again if weights.again else sizes.elements
-                self.allocate(whole(weights.names) * item, "weights")
+                if structure.copies(weights.wide):
+                    whole = sizes.elements_again if weights.again else sizes.elements
+                    self.allocate(whole(weights.names) * structure.itemsize_of(weights.wide), "weights")
         return gathering
 
     def read_shards(self, weights: WeightGroup) -> None:
@@ -519,18 +528,20 @@ class Rehearsal:
         names, structure = weights.names, self.structure
         if self.gradients is not None:  # a sharded optimizer may still be gathering them from other replicas
             self.gradients.need(names)
-        if structure.casts and not self.silent and not (structure.keeps_casts and self.cast.issuperset(names)):
+        item = structure.itemsize_of(weights.wide)
+        casts, kept = item != self.sizes.dtype.itemsize, structure.policy.keep_casts and self.cast.issuperset(names)
+        if casts and not self.silent and not kept:
             self.cast.update(names)
-            moved = self.sizes.shard_elements(names) * (self.sizes.dtype.itemsize + structure.compute_itemsize)
+            moved = self.sizes.shard_elements(names) * (self.sizes.dtype.itemsize + item)
             self.compute(ElementwiseOp(f"cast {weights.label}", moved))
 
     def release(self, weights: WeightGroup, *, kept: bool) -> tuple[()]:
         """Free gathered or cast weights, except those that a product keeps until backward if `kept` is set."""
-        if self.memory and self.structure.copies_weights:
+        if self.memory and self.structure.copies(weights.wide):
             sizes, names = self.sizes, weights.names
             elements = sizes.elements_again(names) if weights.again else sizes.elements(names)
             released = elements - sizes.kept_elements(names) if kept else elements
-            self.free(released * self.structure.compute_itemsize, "weights")
+            self.free(released * self.structure.itemsize_of(weights.wide), "weights")
         return ()
 
     def expect_gradients(self, weights: WeightGroup) -> None:
@@ -625,14 +636,16 @@ class Rehearsal:
                 self.engine.wgrad_queue.add(lambda: gradients(reading))
                 return
             self.enter_part("regather")
-            with self.using(WeightGroup(label, self.structure.matrices(weights.names), True), "weights", turn.of):
+            again = WeightGroup(label, self.structure.matrices(weights.names), True, weights.wide)
+            with self.using(again, "weights", turn.of):
                 self.enter_part("backward")
                 self.allocate(tensors.da)
                 self.compute(MatmulOp(f"E2 {label}", m, p, k))
                 # inside the block, because the runtime holds the weights until backward of the product returns
                 self.engine.wgrad_queue.add(lambda: gradients(reading))
             if self.memory and turn.index == 0:  # backward runs the first half last; it frees what all halves kept
-                self.free(self.sizes.kept_elements(weights.names) * self.structure.compute_itemsize, "weights")
+                item = self.structure.itemsize_of(weights.wide)
+                self.free(self.sizes.kept_elements(weights.names) * item, "weights")
 
         self.on_backward(backward)
 

@@ -402,8 +402,8 @@ class _Search:
         Elsewhere K and V would travel for nothing, for places that share rows can as well have some each.
         """
         task = self.task
-        if task.config.dropout_of_attention > 0:
-            return []
+        if task.config.dropout_of_attention > 0 or task.config.routing.balances:
+            return []  # a model that does so refuses grids with a context size
         shapes = {one.shape: None for one in self.plan.refused if task.rows % one.shape.places}
         if task.documents is not None:  # places that share their rows balance their documents
             shapes |= {one.shape: None for one in candidates}
@@ -802,7 +802,8 @@ class _Search:
         """
         machine, policy = self.task.machine, candidate.policy
         chunks, offload = ({name: value} for name, value in SAVES_MEMORY.items())
-        sets = [chunks] if candidate.sizes(self.task).m > chunks["mlp_chunk"] else []
+        in_chunks = not self.task.config.experts and candidate.sizes(self.task).m > chunks["mlp_chunk"]
+        sets = [chunks] if in_chunks else []
         if policy.runs_blocks_again and machine.device != "cpu" and machine.host_bandwidth is not None:
             sets += [offload, *({**each, **offload} for each in sets)]
         for each in sets:

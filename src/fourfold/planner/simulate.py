@@ -301,7 +301,8 @@ class Simulation:
 
     def _seconds(self, item: ComputeOp) -> float:
         if isinstance(item, MatmulOp):
-            return self.seconds.product(item.m, item.k, item.n, self.dtype)
+            sizes = item.m, item.k, item.n, self.dtype
+            return self.seconds.products(*sizes, parts=item.parts, is_wgrad=item.is_wgrad)
         if isinstance(item, AttentionOp):
             return self.seconds.attention(item.flops, item.nbytes, self.dtype)
         return self.seconds.fused(item.nbytes) if item.fused else self.seconds.kernel(item.nbytes)

@@ -64,8 +64,27 @@ class PaperGrid(Grid):
 
 @lru_cache(maxsize=256)
 def parameter_specs(config: ModelConfig, activations: Activations) -> dict[str, Spec]:
-    """Return the spec of every parameter of the model's first layer, embedding, last norm and head, by name."""
-    return specs_of(Transformer(replace(config, layers=1), PaperGrid(), Policy(activations=activations)))
+    """Return the spec of every parameter of a layer, of embedding, last norm and head, by name.
+
+    All layers have the names of the first one. If the model has both MLPs and mixtures, it has the parameters of both.
+    """
+    found: dict[str, Spec] = {}
+    for mixture in kinds_of_layers(config):
+        model = Transformer(config.one_layer(mixture=mixture), PaperGrid(), Policy(activations=activations))
+        found |= specs_of(model)
+    return found
+
+
+def kinds_of_layers(config: ModelConfig) -> list[bool]:
+    """Return whether layers are mixtures of experts, once for each kind of layer that the model has."""
+    return [False, True] if config.dense_layers else [config.experts > 0]
+
+
+@lru_cache(maxsize=4096)
+def names_of_layer(config: ModelConfig, mixture: bool) -> tuple[str, ...]:
+    """Return the names that the parameters of a layer of this kind have in the first layer, in the model's order."""
+    specs = parameter_specs(config.one_layer(mixture=mixture), "sharded")
+    return tuple(name for name in specs if name.startswith(LAYER))
 
 
 @lru_cache(maxsize=256)
@@ -151,6 +170,7 @@ class Structure:
         # weights in use have memory of their own
         self.copies_weights = self.gathers_weights or (self.casts and not self.keeps_casts)
         self.keeps_weights = policy.keeps_for_backward and self.copies_weights  # products keep them until backward
+        self.copies_wide = self.gathers_weights or (self.wide_itemsize != self.dtype.itemsize and not policy.keep_casts)
         # Contract layers keep an input that was gathered over y
         self.keeps_collected = policy.keep_gathered and self.cuts_inner
         self.chunked = bool(policy.loss_chunk)  # head and loss run in chunks of tokens
@@ -161,6 +181,14 @@ class Structure:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def itemsize_of(self, wide: bool) -> int:
+        """Return the bytes of an element of weights in use, of those that are used in fp32 at least if `wide`."""
+        return self.wide_itemsize if wide else self.compute_itemsize
+
+    def copies(self, wide: bool) -> bool:
+        """Return whether such weights in use have memory of their own."""
+        return self.copies_wide if wide else self.copies_weights
 
     def matrices(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the parameters that are matrices."""
@@ -219,14 +247,21 @@ def structure_of_layers(
 
 
 @lru_cache(maxsize=4096)
+def structure_of_kind(structure: Structure, mixture: bool) -> Structure:
+    """Return the same for a model in which all layers are mixtures of experts, or none is."""
+    return replace(structure, config=structure.config.one_layer(mixture=mixture))
+
+
+@lru_cache(maxsize=4096)
 def structure_of_ends(structure: Structure, *, chunked: bool | None = None) -> Structure:
     """Return the same for a program of embedding, head and loss alone: what layers do does not count."""
     names = structure_of_names(structure, recompute="none", chunked=chunked, chunks_mlp=False)
     axes = tuple(axis for axis in names.used_axes if axis != CONTEXT)
-    return replace(names, used_axes=axes, shares_kv=False, cuts_kv_head=False, context=None)
+    config = names.config.one_layer(mixture=False)
+    return replace(names, config=config, used_axes=axes, shares_kv=False, cuts_kv_head=False, context=None)
 
 
-_ONES = dict(layers=1, hidden=1, heads=1, kv_heads=1, head_dim=2, mlp_hidden=1, vocab=1, seq=1, norm_eps=1.0)
+_ONES = dict(hidden=1, heads=1, kv_heads=1, head_dim=2, mlp_hidden=1, vocab=1, seq=1, norm_eps=1.0)
 """The sizes of the config of a structure; a head has an even number of dims."""
 _ROPE: dict[str, Any] = {one.name: one.default for one in fields(ModelConfig) if one.name.startswith("rope_")}
 """Rotary positions, which change numbers and not work."""
@@ -234,7 +269,11 @@ _ROPE: dict[str, Any] = {one.name: one.default for one in fields(ModelConfig) if
 
 @lru_cache(maxsize=256)
 def _kinds_of_layers(config: ModelConfig) -> ModelConfig:
-    return replace(config, **_ONES, **_ROPE, dropout=0.5 if config.dropout else 0.0)
+    ones: dict[str, Any] = {"layers": config.dense_layers + 1, **_ONES}
+    if config.experts:
+        shared, numbers = min(1, config.shared_hidden), {"aux": float(config.routing.balances), "z_loss": 0.0}
+        ones |= dict(experts=1, top_k=1, expert_hidden=1, shared_hidden=shared, score="softmax", **numbers)
+    return replace(config, **ones, **_ROPE, dropout=0.5 if config.dropout else 0.0)
 
 
 @lru_cache(maxsize=1024)
@@ -282,11 +321,6 @@ class LocalSizes:
 
     def __post_init__(self) -> None:
         config, shape, policy, seq = self.config, self.shape, self.policy, self.seq
-        if config.experts:
-            raise ValueError(
-                f"experts={config.experts}: plans and `fourfold train`, which makes one, do not know mixtures of "
-                "experts; build the model with ff.models.build and train it in a loop of your own"
-            )
         self.item = item = (policy.compute_dtype or self.dtype).itemsize  # bytes of one element of an activation
         if not self.number_of_halves:
             packed = self.documents is not None
@@ -355,6 +389,8 @@ class LocalSizes:
         self.attention_flops = round(4 * pairs * q // inner_cut)
 
         self._size_kept(inner_cut, kv_heads)
+        if config.experts:
+            self._size_mixture(inner_cut)
         if traffic is not None:
             self._size_traffic(traffic)
 
@@ -373,6 +409,43 @@ class LocalSizes:
         self.query_statistic_nbytes = wide_tokens * self.q // inner_cut // self.config.head_dim
         self.key_statistic_nbytes = wide_tokens * self.local_kv // self.config.head_dim
         self.head_gradient = self.vocab_columns * self.k  # elements of the gradient of the head's table, with padding
+
+    def _size_mixture(self, inner_cut: int) -> None:
+        """Set the sizes of a mixture of experts, and of the MLP beside them."""
+        config, structure, x = self.config, self.structure, self.shape.x
+        wide, item, m, chosen = structure.wide_itemsize, self.item, self.m, config.top_k
+        padded = self.m_rest * x if structure.sharded else m  # tokens of a message over x
+        self.experts = config.experts
+        self.pairs = m * chosen
+        self.expert_parts = min(config.experts, self.pairs)  # products of experts that have rows, if all have as many
+        self.expert_n = n = config.expert_hidden // x
+        # the router, in the dtype of statistics
+        self.wide_rest_nbytes = self.rest * wide
+        self.router_nbytes = self.m_rest * config.experts * wide
+        self.choice_nbytes = padded * 2 * chosen * wide  # scores and ids
+        self.choice_owed_nbytes = m * chosen * wide
+        self.choice_back_nbytes = padded * chosen * wide
+        # what it reads and writes: scores, the ids of all experts in order, and those that are chosen
+        self.router_cast_nbytes = 0 if wide == item else self.rest * (item + wide)
+        self.choosing_nbytes = 4 * self.router_nbytes + 2 * self.m_rest * config.experts * ID_NBYTES
+        gathered = self.policy.keep_gathered and structure.over_x  # else the experts keep this very input
+        self.kept_router_nbytes = self.rest * wide if wide != item else self.rest_nbytes if gathered else 0
+        statistics = self.m_rest * (chosen + (1 if config.normalize_top_k else 0)) * wide
+        logits = self.router_nbytes * (2 if config.routing.balances else 1)
+        self.kept_choice_nbytes = logits + self.m_rest * config.experts * ID_NBYTES + statistics
+        # pairs of a token and one of its experts, by expert
+        self.pair_index_nbytes = 3 * self.pairs * ID_NBYTES
+        self.sorting_nbytes = 4 * self.pair_index_nbytes
+        self.pair_score_nbytes = self.pairs * item
+        self.pair_stream_nbytes = self.pairs * self.k * item  # a row of the stream for each
+        self.pairs_nbytes = self.pairs * n * item
+        self.pairs_cut_nbytes = self.pairs_nbytes // inner_cut
+        self.kept_pairs_nbytes = self.pairs_nbytes if structure.keeps_collected else self.pairs_cut_nbytes
+        # the MLP beside the experts
+        self.shared_n = config.shared_hidden // x
+        self.shared_nbytes = m * self.shared_n * item
+        self.shared_cut_nbytes = self.shared_nbytes // inner_cut
+        self.kept_shared_nbytes = self.shared_nbytes if structure.keeps_collected else self.shared_cut_nbytes
 
     def _kv_heads(self, inner_cut: int) -> LocalHeads:
         """Return the KV heads that this rank's queries read."""
@@ -523,14 +596,17 @@ class LocalSizes:
     @cached_property
     def specs(self) -> dict[str, Spec]:
         """Specs of this rank's parameters by name, in the model's order."""
-        first, found, held = parameter_specs(self.config, self.policy.activations), {}, self.held
-        block = [name for name in first if name.startswith(LAYER)]
+        config, held, begun = self.config, self.held, False
+        first, found = parameter_specs(config, self.policy.activations), {}
         for name, spec in first.items():
-            if name == block[0]:
+            if not name.startswith(LAYER):
+                if held.has(name):
+                    found[name] = spec
+            elif not begun:
+                begun = True
                 for index in held.layers:
-                    found |= {f"layers.{index}.{each.removeprefix(LAYER)}": first[each] for each in block}
-            elif name not in block and held.has(name):
-                found[name] = spec
+                    names = names_of_layer(config, config.is_mixture(index))
+                    found |= {f"layers.{index}.{each.removeprefix(LAYER)}": first[each] for each in names}
         return found
 
     @cached_property
@@ -573,20 +649,25 @@ class LocalSizes:
         """Return the elements of the message of that second gather."""
         return 0 if self.structure.keeps_weights else self.message_elements(names)
 
-    @property
-    def layer_shard(self) -> int:
-        """The elements of this rank's shards of one layer."""
-        return self._parameters.layer
+    def layer_shard(self, mixture: bool) -> int:
+        """Return the elements of this rank's shards of one layer, which is a mixture of experts or not."""
+        return self.shard_elements(names_of_layer(self.config, mixture))
+
+    def layers_shard(self, layers: Sequence[int]) -> int:
+        """Return the elements of this rank's shards of some layers."""
+        mixtures = sum(map(self.config.is_mixture, layers)) if self.config.experts else 0
+        dense = len(layers) - mixtures
+        return (mixtures and mixtures * self.layer_shard(True)) + (dense and dense * self.layer_shard(False))
 
     @property
     def parameters(self) -> int:
         """The elements of all shards of this rank."""
-        return len(self.held.layers) * self._parameters.layer + self._parameters.outside_layers(self.held)
+        return self.layers_shard(self.held.layers) + self._parameters.outside_layers(self.held)
 
-    def units_nbytes(self, layers: int, *, embedding: bool, head: bool) -> int:
+    def units_nbytes(self, layers: Sequence[int], *, embedding: bool, head: bool) -> int:
         """Return the bytes of a rank's shards of some layers, and of embedding and head where they are asked for."""
-        held = HeldUnits(range(layers), embedding, head, self.config.tied and head and not embedding)
-        elements = layers * self._parameters.layer + self._parameters.outside_layers(held)
+        held = HeldUnits(layers, embedding, head, self.config.tied and head and not embedding)
+        elements = self.layers_shard(layers) + self._parameters.outside_layers(held)
         return elements * self.dtype.itemsize
 
     @cached_property
@@ -737,8 +818,6 @@ class ParameterTable:
             columns = prod(gathered[1:])
             padded = part(gathered[0], z, 0) * z * columns
             self.sizes[name] = ParameterSizes(lengths[0], prod(lengths[1:]), gathered[0] * columns, padded)
-        self.layer = self.group(tuple(name for name in specs if name.startswith(LAYER)))[2]
-        """Elements of the shards of one layer."""
         self._others = tuple(name for name in specs if not name.startswith(LAYER))
 
     def outside_layers(self, held: HeldUnits) -> int:

@@ -71,7 +71,7 @@ def pieces(work: Iterable[Work]) -> StepWork:
     found: StepWork = Counter()
     for item in work:
         if isinstance(item, MatmulOp):
-            found[WorkPiece(PRODUCTS, (item.m, item.k, item.n))] += 1
+            found[WorkPiece(PRODUCTS, (item.m, item.k, item.n, item.parts, int(item.is_wgrad and item.parts > 1)))] += 1
         elif isinstance(item, AttentionOp):
             found[WorkPiece(ATTENTION, (item.flops, item.nbytes))] += 1
         elif isinstance(item, ElementwiseOp):
@@ -113,7 +113,9 @@ def work_seconds(seconds: Seconds, dtype: str, work: StepWork) -> WorkSeconds:
             moving[axis] += number * cost.moving
             continue
         price_of: dict[str, Callable[..., float]] = {
-            PRODUCTS: lambda m, k, n: seconds.product(m, k, n, dtype),
+            PRODUCTS: lambda m, k, n, parts, is_wgrad: seconds.products(
+                m, k, n, dtype, parts=parts, is_wgrad=bool(is_wgrad)
+            ),
             ATTENTION: lambda flops, nbytes: seconds.attention(flops, nbytes, dtype),
             "fused": seconds.fused,
             "plain": seconds.kernel,

@@ -356,6 +356,7 @@ class OpTrace(StorageCounter):
         self._launched: list[Collective] = []  # kept alive: a wait finds its launch by the record's id()
         self._known: dict[Any, Operation] = {}
         self._label = ""
+        self._product: tuple[Any, int | None] = None, None  # the last product, and the tensor that it wrote a part of
         self._marks: list[tuple[list[Work], int]] = []
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -399,7 +400,7 @@ class OpTrace(StorageCounter):
         elif known.kind == "else":
             self._count_new(out, args, kwargs)
         if known.work is not None:
-            self._append(known.work)
+            self._append(known.work, kwargs.get("out"))
         return out
 
     def _count_new(self, out: Any, args: Any, kwargs: Any) -> None:
@@ -408,10 +409,21 @@ class OpTrace(StorageCounter):
             if tensor.untyped_storage()._cdata not in given:
                 self._count(tensor.untyped_storage())
 
-    def _append(self, work: ComputeOp) -> None:
+    def _append(self, work: ComputeOp, into: Tensor | None = None) -> None:
+        """Append a piece of work. Products that write one tensor part by part are one grouped product on a GPU."""
         self._follow_ledger()
-        if isinstance(work, MatmulOp) and self._label:
-            work, self._label = work._replace(label=self._label), ""
+        if isinstance(work, MatmulOp):
+            labelled = bool(self._label)
+            if labelled:
+                is_wgrad = work.is_wgrad or (into is not None and self._label.startswith("E3 "))
+                work, self._label = work._replace(label=self._label, is_wgrad=is_wgrad), ""
+            parts_of = None if into is None else into.untyped_storage()._cdata
+            before, of_before = self._product
+            if not labelled and parts_of is not None and parts_of == of_before and self._program[-1] is before:
+                longer = {"k": before.k + work.k} if before.is_wgrad else {"m": before.m + work.m}
+                work = before._replace(parts=before.parts + 1, **longer)
+                self._program.pop()
+            self._product = work, parts_of
         self._program.append(work)
 
     def _follow_ledger(self) -> None:

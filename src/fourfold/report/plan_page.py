@@ -26,6 +26,7 @@ from fourfold.report.plan_text import (
     asked_pair,
     command,
     grid_name,
+    model_size,
     named_policies,
     order_name,
     pipeline_text,
@@ -87,7 +88,7 @@ def plan_page(document: PlanDocument, plotly_js: str) -> str:
         "command": command(document),
     }
     facts = [
-        f"{count(model['parameters'])} parameters",
+        model_size(model),
         f"{machine['device']}, {machine['devices_per_node']} per node",
         f"{count(document['batch_tokens'])} tokens per step in sequences of {document['seq']:,}",
         f"searched: {searched(document)}",

@@ -159,9 +159,18 @@ def headline(document: PlanDocument) -> str:
     """Return the subject of the plan: the model, the devices and the batch."""
     model, machine = document["model"], document["machine"]
     return (
-        f"{model['name']} ({count(model['parameters'])} parameters) on {document['devices']:,} x {machine['device']} "
+        f"{model['name']} ({model_size(model)}) on {document['devices']:,} x {machine['device']} "
         f"({machine['name']}), {count(document['batch_tokens'])} tokens per step"
     )
+
+
+def model_size(model: Mapping[str, Any]) -> str:
+    """Return the parameters of a model, and of a mixture of experts also those that compute something for a token."""
+    total = f"{count(model['parameters'])} parameters"
+    if "experts" not in model:
+        return total
+    chosen = f"{model['top_k']} of {model['experts']} experts"
+    return f"{total}, {count(model['active_parameters'])} active: {chosen} for a token"
 
 
 def searched(document: PlanDocument) -> str:

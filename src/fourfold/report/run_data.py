@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import threading
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +26,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple, overload
 
 from fourfold.axes import AXES, PIPE
+from fourfold.expert_counts import COUNTS, StepCounts, read_counts
 from fourfold.parse import parse_json
 from fourfold.report.units import known
 from fourfold.schedule.action import Action, Schedule
@@ -64,6 +66,10 @@ CHUNK_BYTES = 1 << 17
 MAX_WORKERS = 4
 """The largest number of processes that read a file: more would only wait for the process that joins their pieces."""
 
+MOST_COUNTS = 400
+"""The most steps of which the load of experts is read: a page draws no more points."""
+EXPERT_PARTS = 4
+"""The parts of a run for which the page shows the load of every expert."""
 MAX_STEP = 1 << 63
 """A step from here on is no step of a run: it would not fit into 64 bits."""
 
@@ -309,6 +315,32 @@ class Evaluations:
         return len(self.steps)
 
 
+class ExpertPart(NamedTuple):
+    """A part of a run, and the tokens that experts had in it, as multiples of their mean."""
+
+    first: int
+    last: int
+    """The first and the last step that were read."""
+    loads: list[list[float]]
+    """The load of each expert, for each block that has experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsRecord:
+    """The load of the experts of a mixture over a run."""
+
+    blocks: list[int]
+    """The numbers of the blocks that have experts."""
+    steps: list[int]
+    """The steps that were read: all of them, or evenly chosen ones of a long run."""
+    worst: list[float]
+    """The load of the busiest expert as a multiple of the mean, in the block where it is largest, by step."""
+    mean: list[float]
+    """The same, as the mean over the blocks."""
+    parts: list[ExpertPart]
+    """Equal parts of the run, in order."""
+
+
 @dataclass(slots=True)
 class RunData:
     """Everything that the page shows of a run."""
@@ -329,6 +361,7 @@ class RunData:
     profile: ProfileSummary | None = None
     pipeline: PipelineRecord | None = None
     documents: DocumentsRecord | None = None
+    experts: ExpertsRecord | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -369,6 +402,8 @@ def read_run(folder: Path) -> RunData:
         _read_pipeline(run, folder)
     if (folder / "documents").is_dir():
         _read_documents(run, folder / "documents")
+    if (folder / COUNTS).is_file():
+        _read_experts(run, folder)
     return run
 
 
@@ -531,7 +566,7 @@ class Piece:
                 self.skips.append((number, step, None if parameter is None else sys.intern(str(parameter))))
             case "resumed":
                 self.notes.add(f"The run was resumed after step {step}, on {record.get('grid', 'an unknown grid')}.")
-            case "note":
+            case "note" | "collapse":
                 self.notes.add(f"{f'Step {step}: ' if step else ''}{record.get('said')}.")
             case _ if event not in NOT_DRAWN:
                 self.unknown[event] += 1
@@ -792,3 +827,32 @@ def _float(value: Any) -> float | None:
 def _number(value: Any) -> float | None:
     # In Python a bool is an int, but `true` in a file is not a number.
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _read_experts(run: RunData, folder: Path) -> None:
+    """Read how many tokens each expert has had, step by step."""
+    try:
+        found = [counts for counts in read_counts(folder, MOST_COUNTS) if counts.mixtures]
+    except (OSError, ValueError, zlib.error) as error:
+        run.notes.append(f"{COUNTS} could not be read ({type(error).__name__}: {error}).")
+        return
+    if not found:
+        return
+    loads = [list(counts.loads.values()) for counts in found]
+    size = -(-len(found) // EXPERT_PARTS)
+    run.experts = ExpertsRecord(
+        list(found[0].mixtures),
+        [counts.step for counts in found],
+        [max(each) for each in loads],
+        [fmean(each) for each in loads],
+        [_expert_part(found[first : first + size]) for first in range(0, len(found), size)],
+    )
+
+
+def _expert_part(counts: Sequence[StepCounts]) -> ExpertPart:
+    """Return the load of every expert in some steps together."""
+    loads = []
+    for block in counts[0].mixtures:
+        total = [sum(tokens) for tokens in zip(*(one.by_block[block] for one in counts), strict=True)]
+        loads.append([count * len(total) / max(1, sum(total)) for count in total])
+    return ExpertPart(counts[0].step, counts[-1].step, loads)

@@ -21,7 +21,15 @@ from urllib.parse import quote
 from fourfold.axes import AXES, CONTEXT
 from fourfold.report import page
 from fourfold.report.page import Figure, card, colour, hint, plot_axis, plot_layout, section, table
-from fourfold.report.run_data import OverRanks, PipelineRecord, ProfileSummary, RunData, StepTable, read_run
+from fourfold.report.run_data import (
+    ExpertsRecord,
+    OverRanks,
+    PipelineRecord,
+    ProfileSummary,
+    RunData,
+    StepTable,
+    read_run,
+)
 from fourfold.report.run_places import load_of, places_figure, tables
 from fourfold.report.units import DASH, count, duration, known, nbytes, percent, plain
 from fourfold.schedule.play import Played
@@ -92,7 +100,10 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
     if run.steps and run.end is None:
         notes.append("The run recorded no end: it is still running, or was killed.")
     notes += _thinned(run, beside)
-    facts = [run.text("device"), _ranks(run), f"{count(run.number('parameters'))} parameters", *versions]
+    parameters = f"{count(run.number('parameters'))} parameters"
+    if known(active := run.number("active_parameters")):
+        parameters += f", {count(active)} active"
+    facts = [run.text("device"), _ranks(run), parameters, *versions]
     body = [
         page.header(f"Training run: {run.name}", run.text("model"), str(run.shape), facts),
         *(f'<p class="note">{escape(note)}</p>' for note in notes),
@@ -111,6 +122,7 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
         *_plan(run, drawn),
         *_pipeline(run, drawn),
         *_places(run, drawn),
+        *_experts(drawn),
         *_profile(run, drawn, beside),
         section("The grid", draw_grid(run.shape)),
         section(f"Skipped steps ({len(run.skipped)})", _skipped_table(run)),
@@ -271,6 +283,7 @@ def figures(run: RunData) -> dict[str, Figure]:
         "throughput": _throughput(run.steps),
         "time": _time(run),
         "imbalance": _imbalance(run),
+        "balance": _balance(run.experts),
     }
     steps = [*_ends(run.steps.steps), *_ends(run.evaluations.steps), *_ends(list(run.skipped))]
     for figure in filter(None, by_step.values()):
@@ -281,6 +294,7 @@ def figures(run: RunData) -> dict[str, Figure]:
             figure["layout"]["xaxis"].update(dtick=1)  # otherwise plotly also marks step 1.5
     made = {**by_step, "wire": _wire(run), "kept": _kept(run), "links": _links(run), "plan": _plan_figure(run)}
     made["pipeline"] = _pipeline_figure(run.pipeline)
+    made["experts"] = _expert_heat(run.experts)
     made["places"] = None if run.documents is None else places_figure(load_of(run.documents))
     return {name: figure for name, figure in made.items() if figure is not None}
 
@@ -767,6 +781,72 @@ def _places(run: RunData, drawn: Mapping[str, Figure]) -> list[str]:
     if "imbalance" in drawn:
         found.append(_figure("imbalance", "Context groups, step by step", drawn))
     return found
+
+
+# --- experts
+
+
+def _experts(drawn: Mapping[str, Figure]) -> list[str]:
+    """Return the sections about the load of experts; none for a run without."""
+    titles = {"balance": "Balance of experts", "experts": "Load of each expert"}
+    return [_figure(name, title, drawn) for name, title in titles.items() if name in drawn]
+
+
+def _balance(record: ExpertsRecord | None) -> Figure | None:
+    """Draw the load of the busiest expert as a multiple of the mean, step by step."""
+    if record is None:
+        return None
+    lines = {"the worst block": (record.worst, "var(--accent)"), "mean over blocks": (record.mean, "var(--strong)")}
+    traces = [
+        {
+            "type": "scatter", "mode": "lines" if len(record.steps) > 1 else "markers", "name": name,
+            "x": record.steps, "y": [round(value, 4) for value in values], "line": {"width": 1.8, "color": shade},
+            "marker": {"color": shade},
+        }
+        for name, (values, shade) in lines.items()
+    ]  # fmt: skip
+    caption = "Tokens of the busiest expert of a block divided by the mean; 1 if all experts have equally many."
+    return {"traces": traces, "layout": plot_layout(240, yaxis=plot_axis(ticksuffix="x")), "caption": caption}
+
+
+def _expert_heat(record: ExpertsRecord | None) -> Figure | None:
+    """Draw the load of every expert of every block, in each part of the run by itself."""
+    if record is None:
+        return None
+    parts, experts = record.parts, len(record.parts[0].loads[0])
+    most = max(2.0, *(load for part in parts for block in part.loads for load in block))
+    traces, axes, texts = [], {}, []
+    width, gap = 1 / len(parts), 0.02
+    for place, part in enumerate(parts):
+        number = str(place + 1) if place else ""
+        traces.append({
+            "type": "heatmap", "name": f"steps {part.first:,} to {part.last:,}", "x": list(range(experts)),
+            "y": [f"block {block}" for block in record.blocks],
+            "z": [[round(load, 3) for load in block] for block in part.loads],
+            "coloraxis": "coloraxis", "xaxis": f"x{number}", "yaxis": f"y{number}", "xgap": 1, "ygap": 1,
+            "hovertemplate": "%{y}, expert %{x}: %{z:.2f} times the mean<extra></extra>",
+        })  # fmt: skip
+        domain = [place * width, (place + 1) * width - (gap if place + 1 < len(parts) else 0)]
+        axes[f"xaxis{number}"] = plot_axis(
+            domain=domain, anchor=f"y{number}", showgrid=False, title={"text": "expert", "standoff": 6}
+        )
+        axes[f"yaxis{number}"] = plot_axis(
+            anchor=f"x{number}", showgrid=False, type="category", autorange="reversed", showticklabels=not place
+        )
+        texts.append({
+            "text": f"steps {part.first:,} to {part.last:,}" if part.last > part.first else f"step {part.first:,}",
+            "x": domain[0], "y": 1, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom",
+            "showarrow": False, "font": {"color": "var(--muted)", "size": 12},
+        })  # fmt: skip
+    scale = [[0, "var(--accent)"], [1 / most, "var(--card)"], [1, "var(--strong)"]]
+    bar = {"title": {"text": "times the mean", "side": "right"}, "thickness": 12, "outlinewidth": 0}
+    layout = plot_layout(
+        max(210, min(900, 110 + 22 * len(record.blocks))), **axes, annotations=texts, showlegend=False,
+        hovermode="closest", coloraxis={"colorscale": scale, "cmin": 0, "cmax": most, "colorbar": bar},
+    )  # fmt: skip
+    layout["margin"] = {**layout["margin"], "r": 90}
+    caption = "Tokens of each expert divided by the mean of its block, in equal parts of the run."
+    return {"traces": traces, "layout": layout, "caption": caption}
 
 
 # --- the profile

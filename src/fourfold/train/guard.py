@@ -14,6 +14,11 @@ All ranks see the same numbers, so they decide the same without asking each othe
 
 is the standard deviation of normally distributed losses, which a few outliers do not move.
 
+`RouterJudge` finds routers of mixtures of experts that collapse: nearly all tokens choose the same experts, and the
+others learn nothing. A router has collapsed if in COLLAPSED_STEPS steps in a row an expert had no token, or one expert
+had at least TOO_BUSY times the mean and at least half of the most that is possible. That is recorded, and the run
+continues.
+
 `Guard` keeps a tape of what each rank does, raises an alarm when a rank is stuck, and finds slow ranks. The rank that
 raises the alarm leaves the diagnosis in the run's folder (`watch/diagnosis.txt`). Every rank reports the diagnosis to
 whoever started it, and ends.
@@ -23,8 +28,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
-from collections.abc import Collection, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
@@ -34,6 +39,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fourfold.errors import BadStepsError, RollBackError
+from fourfold.expert_counts import StepCounts
 from fourfold.grid import Grid
 from fourfold.job import Channel
 from fourfold.train.config import WatchSection
@@ -44,6 +50,7 @@ from fourfold.watch.peers import StepWindows, Straggler
 from fourfold.watch.tape import Tape, Waits, tape_path
 
 WAY_OUT = "lower optimizer.learning_rate, raise optimizer.warmup, or look at the data of these steps"
+BALANCE = "raise model.aux, or lower optimizer.learning_rate"
 WINDOW = 64
 """The limit for the next loss follows from this many of the last good losses: enough for a steady median, few enough
 that the limit follows a loss that falls."""
@@ -53,6 +60,13 @@ NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 MIN_SPREAD = 0.01
 """The spread is at least this share of the median: otherwise rounding would be a spike if losses hardly vary."""
+
+
+COLLAPSED_STEPS = 20
+"""Steps in a row after which a router counts as collapsed: a single batch may have no token for some expert."""
+TOO_BUSY = 2.0
+"""The least load of the busiest expert, as a multiple of the mean, of a router that collapses: with few experts half of
+the most that is possible is hardly uneven."""
 
 
 # The numbers of steps
@@ -79,6 +93,45 @@ class BadStep:
     limit: float
     in_a_row: int
     """Steps that were skipped in a row, including this one; 0 if this step was not skipped."""
+
+
+class RouterJudge:
+    """Judges the load of experts, step by step."""
+
+    def __init__(self) -> None:
+        self._in_a_row: Counter[tuple[int, int, str]] = Counter()
+        """For how many steps each expert of each block has had no token, or far too many."""
+
+    def judge(self, counts: StepCounts, chosen: int) -> str:
+        """Return which routers have collapsed with this step, empty if none has; each is named once while it lasts.
+
+        A token chooses so many experts (`chosen`).
+        """
+        now: Counter[tuple[int, int, str]] = Counter()
+        for block, tokens in counts.mixtures.items():
+            mean = sum(tokens) / len(tokens)
+            most = max(TOO_BUSY, len(tokens) / chosen / 2) * mean
+            for expert, count in enumerate(tokens):
+                what = "none" if count == 0 else "too many" if count >= most else ""
+                if what:
+                    now[block, expert, what] = self._in_a_row[block, expert, what] + 1
+        self._in_a_row = now
+        fresh = sorted({block for (block, _, _), steps in now.items() if steps == COLLAPSED_STEPS})
+        return "; ".join(self._describe(block) for block in fresh)
+
+    def _describe(self, block: int) -> str:
+        experts: dict[str, list[int]] = {"none": [], "too many": []}
+        for (of, expert, what), steps in self._in_a_row.items():
+            if of == block and steps >= COLLAPSED_STEPS:
+                experts[what].append(expert)
+        unused, busy = experts.values()
+        said = [f"no token chose {_experts(unused)}"] if unused else []
+        said += [f"most tokens chose {_experts(busy)}"] if busy else []
+        return f"the router of block {block} collapses: for {COLLAPSED_STEPS} steps {' and '.join(said)}; {BALANCE}"
+
+
+def _experts(numbers: Sequence[int]) -> str:
+    return f"expert{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
 
 
 class StepJudge:

@@ -38,8 +38,8 @@ from fourfold.nn.rng import StepRng
 from fourfold.parse import import_object
 from fourfold.pipeline import forward_backward, schedule_of
 from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.step_program import Flops, flops_per_token
 from fourfold.planner.trace import kept_bytes
-from fourfold.planner.transformer import Flops, flops_per_token
 from fourfold.schedule.action import Schedule
 from fourfold.train.config import TrainConfig
 from fourfold.train.run_folder import RunEvent
@@ -65,6 +65,10 @@ class LanguageModel(ABC):
     """Records when the actions of a pipeline run, in a step in which somebody wants to know it."""
     copies: Copies | None = None
     """The parameter that two pipe ranks hold, if there is one."""
+
+    experts: tuple[int, int] | None = None
+    """The numbers of blocks and of experts in a block; None without a mixture of experts."""
+    experts_of_a_token: int = 0
 
     @property
     @abstractmethod
@@ -115,6 +119,11 @@ class LanguageModel(ABC):
         """
         return None
 
+    def expert_load(self) -> Tensor | None:
+        """Return how many tokens each expert of each block has had since the last call, [blocks, experts], on the
+        device. All ranks call it and get the sum over all places. None without experts."""
+        return None
+
     def notes(self) -> list[str]:
         """Return lines about the model that people read before the first step."""
         return []
@@ -132,6 +141,8 @@ class ReferenceModel(LanguageModel):
         if grid.size(PIPE) == 1:  # one process beside the pipeline of the config, to compare with
             self._policy = replace(self._policy, stages=None, schedule="auto")
         self.config = config.model.build()
+        if self.config.experts:
+            self.experts, self.experts_of_a_token = (self.config.layers, self.config.experts), self.config.top_k
         dtype, seed = config.policy.parameters, config.train.seed
         self._lora = config.lora.build()
         self.module = build(self.config, grid, policy=self._policy, seed=seed, dtype=dtype, lora=self._lora)
@@ -185,6 +196,9 @@ class ReferenceModel(LanguageModel):
             busiest, work = busiest + max(assignment.work), work + sum(assignment.work)
         return busiest * members / work
 
+    def expert_load(self) -> Tensor | None:
+        return cast(Transformer, self.module).expert_load() if self.config.experts else None
+
     @cached_property
     def kept_bytes(self) -> dict[str, int]:
         """Bytes that one rank keeps for backward, by kind of recompute."""
@@ -197,7 +211,8 @@ class ReferenceModel(LanguageModel):
         else:
             halves = self.module.halves(*self._sizes, packed=self._run.data.apart)  # type: ignore[operator]
             about = {"kept_bytes": self.kept_bytes, "halves": halves._asdict()}
-        return {**about, "recompute": self._policy.recompute, **self._context()}
+        experts = {"active_parameters": self.config.active_parameters} if self.config.experts else {}
+        return {**about, **experts, "recompute": self._policy.recompute, **self._context()}
 
     def _context(self) -> RunEvent:
         """Return how tokens are assigned to places and what K and V of a token are, if there is a choice."""

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from fourfold.errors import (
     NotSavedError,
     RollBackError,
 )
+from fourfold.expert_counts import CountsFile, StepCounts
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
 from fourfold.nn.loss import count_targets
@@ -57,7 +59,7 @@ from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts,
 from fourfold.train.config import DTYPES, SCHEDULE_FILE, OptimizerSection, TrainConfig
 from fourfold.train.console import warn
 from fourfold.train.correction import LAST_WAIT, RunCorrection, steps_to_trace
-from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
+from fourfold.train.guard import BadStep, Guard, NoGuard, RouterJudge, StepJudge
 from fourfold.train.language_model import build_model, vocab_of
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
@@ -100,6 +102,8 @@ class StepInFlight:
     """The tokens of the whole batch without padding of bags."""
     imbalance: float | None
     """The attention of the busiest member of rank 0's context group divided by the mean; known on rank 0."""
+    load: Tensor | None
+    """How many tokens each expert of each block has had, in the host's memory once the device has finished the step."""
     metrics: Callable[[], StepMetrics]
     """Returns the metrics of the step once the device has finished it."""
 
@@ -179,6 +183,8 @@ class Run:
         self.saving: RunSaver | None = None
         self.guard = NoGuard()
         self._lock: FolderLock | None = None
+        self._counts: CountsFile | None = None
+        self._router_judge = RouterJudge()
         self._prediction_check: PredictionCheck | None = None
         self._correction: RunCorrection | None = None
         self._in_flight: deque[StepInFlight] = deque()
@@ -276,6 +282,7 @@ class Run:
             if price is not None and self.config.plan.compare is True:
                 self._correction = RunCorrection(price, self.config, self.out)
         write_json(self.out / "run.json", strict(self.stored))
+        self._open_counts(start.step)
         self.sinks = list(sinks())
         for found, path in kept:
             again = f"steps {start.step + 1} to {found.step} are trained again"
@@ -469,7 +476,7 @@ class Run:
         graph = None if step in self.profile.steps else self.step_graph
         if graph is not None and not graph.reason:
             batches = [batch.for_replay(self.grid.device) for batch in batches]
-        loss, norm, shards = (self._compute if graph is None else graph)(batches, skip_above)
+        loss, norm, shards, load = (self._compute if graph is None else graph)(batches, skip_above)
         if graph is not None:
             self._not_replayed = graph.reason
         if self._not_replayed and not self._told_reason:
@@ -480,21 +487,25 @@ class Run:
         # Copied now: reading them later from the device would wait for the next step, which is launched before.
         results = torch.empty(2, dtype=torch.float64, pin_memory=self.meter.on_gpu)
         results.copy_(torch.stack([loss, norm.to(loss.dtype)]), non_blocking=True)
+        if load is not None:
+            load = torch.empty_like(load, device="cpu", pin_memory=self.meter.on_gpu).copy_(load, non_blocking=True)
         metrics = self.meter.end(replayed=graph is not None and graph.replayed)
-        about = data, real_tokens, imbalance, metrics
+        about = data, real_tokens, imbalance, load, metrics
         self._in_flight.append(StepInFlight(step, learning_rate, results, limit, clipped, *about))
 
-    def _compute(self, batches: Sequence[TokenBatch], skip_above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _compute(
+        self, batches: Sequence[TokenBatch], skip_above: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Run forward, backward and the optimizer of a step, which is skipped if the loss is above `skip_above`.
 
-        Return the loss, the norm of the gradients, and the norms of this rank's shards of them. Everything stays on the
-        device, so that the host does not wait, and a CUDA graph can contain it.
+        Return the loss, the norm of the gradients, the norms of this rank's shards of them, and the load of experts if
+        there are any. Everything stays on the device, so that the host does not wait, and a CUDA graph can contain it.
         """
         loss = self.language_model.forward_backward(batches)
         clipped = self.optimizer.clip_and_step(self.config.optimizer.clip, unless=loss > skip_above)
         self.optimizer.zero_grad()
         self._gradient_names = clipped.names
-        return loss, clipped.norm, clipped.shards
+        return loss, clipped.norm, clipped.shards, self.language_model.expert_load()
 
     def _read_steps(self, leave: int = 0) -> None:
         """Read the oldest steps in flight, and leave this many of the newest."""
@@ -539,11 +550,37 @@ class Run:
             event["padding"] = 1 - done.real_tokens / self.config.batch.tokens
         if done.imbalance is not None:
             event["imbalance"] = done.imbalance
+        collapsed = None if done.load is None else self._judge_load(done.step, done.load, event)
         self._record(event)
+        if collapsed:
+            self._record({"event": "collapse", "step": done.step, "said": collapsed})
         if self._prediction_check is not None:
             self._record_comparison(self._prediction_check.add(event))
             self._record_correction()
         return bad
+
+    def _judge_load(self, step: int, load: Tensor, event: RunEvent) -> str:
+        """Add the load of experts to the event of a step, record the counts, and return which routers collapse."""
+        counts = StepCounts(step, load.tolist())
+        loads = counts.loads.values()
+        event["expert_load"] = {"worst": max(loads), "mean": fmean(loads), "unused": counts.unused}
+        if self._counts is not None:
+            try:
+                self._counts.write(counts)
+            except OSError as error:
+                warn(f"the counts of experts are no longer recorded: {error.strerror}; the run continues")
+                self._close_counts()
+        return self._router_judge.judge(counts, self.language_model.experts_of_a_token)
+
+    def _open_counts(self, after: int) -> None:
+        """Open the file of a mixture's counts; a run that resumes keeps those up to the step after which it does."""
+        if self.language_model.experts is not None:
+            self._counts = CountsFile(self.out, *self.language_model.experts, after=after)
+
+    def _close_counts(self) -> None:
+        if self._counts is not None:
+            self._counts.close()
+            self._counts = None
 
     def _handle_bad_step(self, bad: BadStep, clipped: Clipped) -> None:
         """Record a bad step and take the action that the config names."""
@@ -592,6 +629,7 @@ class Run:
                 loss = self.language_model.value(self.language_model.loss(batch, targets_in_batch))
                 total += loss * targets_in_batch
                 count += targets_in_batch
+        self.language_model.expert_load()  # those of the held-out data belong to no step
         return {"loss": (total / count).item(), "unigram_entropy": self.entropy}
 
     def _record_comparison(self, compared: RunEvent | None) -> None:
@@ -646,6 +684,7 @@ class Run:
         with nullcontext() if ended_well else suppress(OSError, CallbackError), ExitStack() as stack:
             if self._lock is not None:
                 stack.callback(self._lock.release)
+            stack.callback(self._close_counts)
             for sink in self.sinks:
                 stack.callback(sink.close)
             if self.saving is not None:

@@ -58,7 +58,7 @@ from fourfold.planner.step_parts import (
     host_parts,
     new_profiler,
 )
-from fourfold.planner.transformer import Flops
+from fourfold.planner.step_program import Flops
 from fourfold.train.console import logger
 from fourfold.train.run_folder import RunEvent, strict
 

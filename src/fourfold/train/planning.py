@@ -40,7 +40,7 @@ from fourfold.planner.price import Candidate, Price, Task, memory_of, price
 from fourfold.planner.program import LaunchOp, MatmulOp, Work
 from fourfold.planner.search import Space, search
 from fourfold.planner.simulate import COMPUTE, TimelineSpan, chrome_trace, simulate
-from fourfold.planner.transformer import step_program
+from fourfold.planner.step_program import step_program
 from fourfold.policy import LEFT_OPEN, SAVES_MEMORY, Policy
 from fourfold.report.units import duration
 from fourfold.schedule.choose import FOUND

@@ -154,7 +154,7 @@ def sentence(event: RunEvent) -> str:
             return f"{at}: the loss jumps to {event['loss']:.4g}, {limit}{ACTIONS[event['action']]}"
         case "saved":
             return f"{at} saved; training waited {duration(event['seconds'])}"
-        case "straggler" | "note":
+        case "straggler" | "collapse" | "note":
             return f"{at}: {event['said']}"
         case "resumed":
             left_out = f", {event['passed_over']}" if "passed_over" in event else ""

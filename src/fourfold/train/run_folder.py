@@ -6,6 +6,8 @@
     metrics.jsonl   one JSON object per line: steps, evaluations, skipped steps, spikes, a comparison, a correction, a
                     profile, saved checkpoints, resumptions, stragglers, notes about checkpoints and data, the end; each
                     step once, even if the run was resumed
+    experts.bin     of a mixture of experts: the tokens of each expert in each block, step by step; `expert_counts.py`
+                    describes the format
     machine.toml    the machine file of the prediction, corrected by what the run measured
     tensorboard/    the same for TensorBoard, if it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
@@ -55,7 +57,7 @@ RunEvent = dict[str, Any]
 """An event of a run: `event` names its kind, `step` its step, and the other keys depend on the kind."""
 KINDS = (
     "step", "evaluation", "skipped", "spike", "compared", "corrected", "profile", "saved", "resumed", "straggler",
-    "note", "end",
+    "collapse", "note", "end",
 )  # fmt: skip
 """The kinds of events in metrics.jsonl."""
 MACHINE = "machine.toml"

@@ -1,0 +1,150 @@
+"""How many tokens each expert of a run has had: the file in a run's folder, and how uneven the counts are.
+
+`experts.bin` begins with `HEAD`: eight bytes that name the format, then the numbers of blocks and of experts, 4 bytes
+each. A record of a step follows another: the step and the number of bytes, 4 bytes each, then the counts of all blocks
+and experts, 4 bytes each, block by block, compressed by zlib. All numbers are whole, little-endian and not negative. A
+block without experts has zeros. A record that was cut off when a run died is not read, and the next part of the run
+writes over it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+COUNTS = "experts.bin"
+"""The file in a run's folder."""
+MAGIC = b"FFEXPRT1"
+"""The first bytes of the file; the last one is the version of the format."""
+HEAD = struct.Struct("<8sII")
+RECORD = struct.Struct("<II")
+COUNT = "I" if array("I").itemsize == 4 else "L"
+"""The type code of a count in Python's arrays: 4 bytes without a sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """The tokens of a step that each expert of each block has had, over all places."""
+
+    step: int
+    by_block: Sequence[Sequence[int]]
+
+    @property
+    def mixtures(self) -> dict[int, Sequence[int]]:
+        """The counts of the blocks that have experts, by the number of the block."""
+        return {block: counts for block, counts in enumerate(self.by_block) if any(counts)}
+
+    @property
+    def loads(self) -> dict[int, float]:
+        """The tokens of the busiest expert divided by the mean, by block: 1 if all experts have as many."""
+        return {block: max(counts) * len(counts) / sum(counts) for block, counts in self.mixtures.items()}
+
+    @property
+    def unused(self) -> int:
+        """The number of experts that no token has chosen."""
+        return sum(count == 0 for counts in self.mixtures.values() for count in counts)
+
+
+class CountsFile:
+    """The file of a run that trains: records are appended, each whole or not at all.
+
+    A run that resumes after a step drops the records of later steps, which it is about to make again.
+    """
+
+    def __init__(self, folder: Path, blocks: int, experts: int, *, after: int = 0) -> None:
+        path = folder / COUNTS
+        kept = _end_of(path, blocks, experts, after)
+        self._file = path.open("r+b" if kept else "wb", buffering=0)
+        self._end = kept
+        if not kept:
+            self._append(HEAD.pack(MAGIC, blocks, experts))
+        self._file.truncate(self._end)
+
+    def write(self, counts: StepCounts) -> None:
+        """Append the counts of a step. A full disk raises OSError and leaves the file as it was."""
+        flat = array(COUNT, (count for block in counts.by_block for count in block))
+        if sys.byteorder == "big":
+            flat.byteswap()
+        packed = zlib.compress(flat.tobytes(), 1)
+        self._append(RECORD.pack(counts.step, len(packed)) + packed)
+
+    def _append(self, content: bytes) -> None:
+        self._file.seek(self._end)
+        written = self._file.write(content)
+        if written != len(content):  # the disk has become full on the way
+            self._file.truncate(self._end)
+            raise OSError(28, os.strerror(28))
+        self._end += written
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_counts(folder: Path, most: int | None = None) -> Iterator[StepCounts]:
+    """Yield the counts of all recorded steps of a run, in order; none if it has no mixture of experts.
+
+    Of more than `most` steps so many are read, evenly chosen, the last one included.
+    """
+    path = folder / COUNTS
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        blocks, experts = _read_head(path, file.read(HEAD.size))
+        records = list(_records(file, path.stat().st_size))
+        every = max(1, -(-len(records) // most)) if most else 1
+        for record in records[(len(records) - 1) % every :: every]:
+            file.seek(record.begin)
+            flat = array(COUNT)
+            flat.frombytes(zlib.decompress(file.read(record.end - record.begin)))
+            if sys.byteorder == "big":
+                flat.byteswap()
+            yield StepCounts(record.step, [flat[block * experts : (block + 1) * experts] for block in range(blocks)])
+
+
+class _StepRecord(NamedTuple):
+    """Where the compressed counts of a step are in the file."""
+
+    step: int
+    begin: int
+    end: int
+
+
+def _records(file: BinaryIO, size: int) -> Iterator[_StepRecord]:
+    """Yield the whole records of a file whose head was read."""
+    while len(head := file.read(RECORD.size)) == RECORD.size:
+        step, nbytes = RECORD.unpack(head)
+        begin = file.tell()
+        if begin + nbytes > size:
+            return
+        yield _StepRecord(step, begin, begin + nbytes)
+        file.seek(begin + nbytes)
+
+
+def _read_head(path: Path, head: bytes) -> tuple[int, int]:
+    if len(head) < HEAD.size or not head.startswith(MAGIC):
+        raise ValueError(f"{path} does not hold counts of experts: it begins with {head[:8]!r}, and not with {MAGIC!r}")
+    _, blocks, experts = HEAD.unpack(head)
+    return blocks, experts
+
+
+def _end_of(path: Path, blocks: int, experts: int, after: int) -> int:
+    """Return where the records up to a step end; 0 if there is no file of a model with so many blocks and experts."""
+    if not after or not path.exists():
+        return 0
+    with path.open("rb") as file:
+        head = file.read(HEAD.size)
+        if len(head) < HEAD.size or _read_head(path, head) != (blocks, experts):
+            return 0
+        end = HEAD.size
+        for record in _records(file, path.stat().st_size):
+            if record.step > after:
+                break
+            end = record.end
+        return end
