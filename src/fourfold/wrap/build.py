@@ -36,6 +36,7 @@ from fourfold.wrap.adapters import (
     make_embedding,
     make_norm,
 )
+from fourfold.wrap.experts import make_experts
 from fourfold.wrap.grid_tensor import (
     ModelContext,
     give_autograd_functions_whole_tensors,
@@ -215,6 +216,8 @@ def _adapter(name: str, module: Any, choice: StyleChoice, found: ModelStructure,
             return make_convolution(name, module, why, context, contract=style.contract)
         case styles.ChannelNormParallel():
             return make_channel_norm(name, module, why, context, contract=style.contract)
+        case styles.ExpertsParallel():
+            return make_experts(name, why, context, found.experts.get(name))
         case styles.HeadsParallel():
             return HeadsAdapter(name, context, why, module)
     made = GatheredAdapter(name, context, why, module, whole_inputs=choice.given)

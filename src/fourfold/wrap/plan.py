@@ -88,6 +88,14 @@ class ChannelNormParallel(ParallelStyle):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsParallel(ParallelStyle):
+    """The experts of a mixture, whose weights are cut as an MLP's: hidden units over x, features of the stream over y.
+
+    The router keeps its own code.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class MultiheadParallel(ParallelStyle):
     """An nn.MultiheadAttention. It is found by structure and never written in a plan."""
 
@@ -113,6 +121,7 @@ HUGGING_FACE: dict[str, ParallelStyle] = {
     "embedding_rowwise": EmbeddingParallel(),
     "sequence_parallel": NormParallel(),
     "replicated_with_grad_allreduce": HeadNormParallel(),
+    "moe_tp_experts": ExpertsParallel(),
     "replicate": WholeTensors(),
 }
 """The style for each word of a `tp_plan` in transformers. Words that differ in who gathers the result mean the
@@ -198,6 +207,6 @@ def style_of(key: str, style: ParallelStyle | str) -> ParallelStyle:
     raise ValueError(
         f"plan: {key!r} has {style!r}; use one of the styles ExpandParallel(), ContractParallel(), HeadParallel(), "
         "EmbeddingParallel(), NormParallel(), HeadNormParallel(), HeadsParallel(), ConvParallel(), "
-        "ChannelNormParallel(), WholeTensors() of fourfold.wrap, or Hugging Face's "
+        "ChannelNormParallel(), ExpertsParallel(), WholeTensors() of fourfold.wrap, or Hugging Face's "
         f"{', '.join(map(repr, HUGGING_FACE))}"
     )
