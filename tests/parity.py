@@ -215,7 +215,7 @@ def _on_ranks(case: Case) -> dict[str, Any]:
         found["norms"].append(norm.item())
     found["parameters"] = {name: shard_of(p) for name, p in model.named_parameters()}
     found["boxes"] = {
-        name: [(part.start, part.stop) for part in spec.storage.box(spec.shape, case.shape.sizes, grid.coords)]
+        name: [(part.start, part.stop) for part in spec.box(grid)]
         for name, (_, spec) in model.gradients.parameters.items()
     }
     found["records"] = [dataclasses.astuple(record) for record in records]

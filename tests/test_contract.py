@@ -75,7 +75,7 @@ INSIDE = {
     "context": ["__init__", "assign", "traffic", "move"],
     "schedule": ["__init__", "stages", "action", "named", "play", "find", "choose", "receives", "text"],
     "nn": [
-        "rng", "layer", "lora", "linear", "norm", "loss", "embedding", "rope", "router", "attention", "moe",
+        "rng", "layer", "lora", "linear", "norm", "loss", "embedding", "rope", "router", "attention", "dispatch", "moe",
         "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
     ],
     "models": [

@@ -353,7 +353,7 @@ def join(
     with nullcontext() if counted else grid.ledger.not_counted():
         for cut in range(len(layout.cuts) - 1, keep - 1, -1):
             axis, dim = layout.cuts[cut]
-            length = len(layout.outer(cut).box(shape, grid.shape.sizes, grid.coords)[dim])
+            length = len(layout.outer(cut).box(shape, grid.shape.cuts, grid.coords)[dim])
             part = all_gather(part, grid, axis, dim=dim, length=length, label=label).wait()
     return part
 

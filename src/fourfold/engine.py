@@ -426,8 +426,8 @@ class WeightReduction(Joinable[T], Protocol[T]):
     """A reduction of weight gradients that backward has computed."""
 
     @property
-    def dtype(self) -> object:
-        """What reductions in one message have in common."""
+    def alike(self) -> object:
+        """What reductions in one message have in common, such as their dtype."""
         ...
 
     @property
@@ -458,7 +458,7 @@ class DeferredReductions:
 
     def defer(self, reduction: WeightReduction) -> None:
         """Launch a reduction and use its result, both at some time before backward ends."""
-        if self._held and self._held[0].dtype != reduction.dtype:
+        if self._held and self._held[0].alike != reduction.alike:
             self._launch_held()
         self._held.append(reduction)
         self._nbytes += reduction.nbytes

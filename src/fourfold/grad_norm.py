@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.axes import CUTS, PIPE, REPLICA
+from fourfold.axes import CUTS, PIPE, REPLICA, REPLICAS
 from fourfold.grid import Grid
 from fourfold.params import shards_of
 
+REPLICA_DIM = -1
+"""The dim of a mesh along which replicas lie: that of `data` and of `edata` is the last."""
 MOST_OF_A_UNIT = 64
 """Parameters that a unit of a model has at most. Each has a place of its own in the line of all squares, which does not
 depend on how units are cut into stages."""
@@ -55,16 +57,17 @@ def measure_norms(parameters: Iterable[nn.Parameter], owner: NormOwner | None = 
         shards = list(torch._foreach_norm([gradient for _, gradient in gradients], 2, wide))
     here = [getattr(parameter, "counted", None) for parameter, _ in gradients]
     if None in here:  # the model has not run since `model.to(...)` replaced its parameters
-        here = [counts_here(parameter, grid) for parameter, _ in gradients]
+        here = [
+            counts_here(parameter, grid, cut_over_replicas=_cut_over_replicas(parameter)) for parameter, _ in gradients
+        ]
     counted = list(itertools.compress(shards, here))
     device = gradients[0][1].device if gradients else grid.device
     squares = torch.stack(counted).double().square() if counted else torch.zeros(0, dtype=torch.float64, device=device)
     squares = _sum(squares, list(itertools.compress(gradients, here)), grid, 0 if owner is None else owner.line)
-    replica = CUTS.index(REPLICA)
     specs = [parameter.grad._spec for parameter, _ in gradients]  # type: ignore[union-attr,missing-attribute]
-    cut_over_replicas = True in [spec.placements[replica].is_shard() for spec in specs]
+    cut_over_replicas = True in [spec.placements[REPLICA_DIM].is_shard() for spec in specs]
     for axis in CUTS:
-        if grid.size(axis) > 1 and (axis != REPLICA or cut_over_replicas):
+        if grid.size(axis) > 1 and (axis != REPLICA or cut_over_replicas or grid.shape.folded):
             squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
     return squares.sqrt(), torch.stack(shards) if shards else torch.zeros(0, device=device)
 
@@ -156,11 +159,19 @@ def is_owed(gradient: Tensor) -> bool:
     return True in [placement.is_partial() for placement in gradient._spec.placements]  # type: ignore[attr-defined]
 
 
-def counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
+def _cut_over_replicas(parameter: nn.Parameter) -> bool:
+    """Return whether each replica has rows of its own of a parameter's gradient."""
+    return parameter.grad._spec.placements[REPLICA_DIM].is_shard()  # type: ignore[union-attr,missing-attribute]
+
+
+def counts_here(parameter: nn.Parameter, grid: Grid, *, cut_over_replicas: bool) -> bool:
     """Return whether this rank's shard counts for the norm.
 
     On x, y and z only the first of several equal copies counts. Every replica counts, because the norm is summed over
-    replicas only if gradients are sharded over them.
+    replicas only if gradients are sharded over them. On a folded grid it is always summed over all ranks, so only the
+    first replica counts, unless `cut_over_replicas`.
     """
-    placements = zip(CUTS, parameter._spec.placements, strict=True)  # type: ignore[attr-defined]
-    return all(axis == REPLICA or cut.is_shard() or grid.coords[axis] == 0 for axis, cut in placements)
+    spec = parameter._spec  # type: ignore[attr-defined]
+    placements = zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
+    all_count = cut_over_replicas or not grid.shape.folded
+    return all((axis in REPLICAS and all_count) or cut.is_shard() or grid.coords[axis] == 0 for axis, cut in placements)

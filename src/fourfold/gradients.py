@@ -33,15 +33,15 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
-from fourfold.axes import BATCH, CUTS, REPLICA
+from fourfold.axes import BATCH, CUTS, REPLICAS
 from fourfold.comm import Arrived, Pending
 from fourfold.engine import Engine, in_backward
 from fourfold.grad_hooks import ParameterHooks
 from fourfold.grad_norm import MOST_OF_A_UNIT, counts_here, is_owed
 from fourfold.grid import Grid
-from fourfold.layout import GATHERED, Spec, chunk
+from fourfold.layout import GATHERED, GATHERED_AXES, Spec, chunk
 from fourfold.ledger import joint_label
-from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage
+from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage, to_back, to_front
 from fourfold.policy import Policy
 
 
@@ -123,8 +123,8 @@ class TrackedParameter:
         """Where its square stands in the line of all squares (`grad_norm`)."""
         self.owed = spec_like(parameter, owes=spec.owes)
         """The spec of its gradient while sums are owed."""
-        self.complete = spec_like(parameter, cut_over_replicas=policy.shard_optimizer)
-        self.counted = counts_here(parameter, grid) and not spec.is_copy
+        self.complete = spec_like(parameter, cut_over=spec.replicas if policy.shard_optimizer else None)
+        self.counted = counts_here(parameter, grid, cut_over_replicas=policy.shard_optimizer) and not spec.is_copy
         """Whether this rank's shard counts for the norm."""
         self.leaf: Node | None = None
         """Its AccumulateGrad node if it is trained. Autograd frees such a node, with our hook on it, unless somebody
@@ -195,20 +195,21 @@ class Scatter:
     """Gradients that are to be reduce-scattered over z (`engine.WeightReduction`)."""
 
     grid: Grid
+    axis: str
     gradients: Sequence[Tensor]
     nbytes: int
     label: str
     use: Callable[[list[Tensor]], None]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.gradients[0].dtype
+    def alike(self) -> tuple[str, torch.dtype]:
+        return self.axis, self.gradients[0].dtype
 
     def launch(self, *behind: Scatter) -> Sequence[Pending[list[Tensor]]]:
         together = [self, *behind]
         gradients = [gradient for each in together for gradient in each.gradients]
         label = joint_label([each.label for each in together])
-        pending = comm.reduce_scatter_together(gradients, self.grid, GATHERED, label=label)
+        pending = comm.reduce_scatter_together(gradients, self.grid, self.axis, label=label)
         return comm.split_results(pending, [len(each.gradients) for each in together])
 
 
@@ -241,8 +242,9 @@ class Gradients:
         self.grid, self.units = grid, units
         self.parameters = dict(parameters)
         self.policy = policy
-        self.engine = Engine(policy.overlap, flights=grid.size("x") > 1 or grid.size("y") > 1)
-        self._places, self._gathers = grid.shape.places, grid.size(GATHERED) > 1
+        self.engine = Engine(policy.overlap, flights=grid.size("x") > 1 or grid.size("y") > 1 or grid.shape.folded)
+        self._places = grid.shape.places
+        self._whole_over = [axis for axis in GATHERED_AXES if grid.size(axis) == 1]
         self.casts: dict[int, CastShard] = {}
         """This rank's shards in the compute dtype, by the ids of their parameters (`Policy.keep_casts`)."""
         self.accumulating = False
@@ -450,16 +452,23 @@ class Gradients:
         """Add a place's gradient of a whole parameter, which is equal on all ranks of the place."""
         self.expect_end()
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        if any(self.grid.coords[axis] for axis in spec.owes if axis not in BATCH):
-            gradient = torch.zeros_like(gradient)  # all ranks of the place have it; the owed sum must count it once
+        if spec.view is not CUTS:  # the ranks that hold its parts are not those of one place
+            for axis in BATCH:
+                gradient = comm.all_reduce(gradient, self.grid, axis, label=name).wait()
+            counts = all(self.grid.coords[axis] == 0 for axis in (*spec.owes, spec.gathered))
+        else:
+            counts = all(self.grid.coords[axis] == 0 for axis in spec.owes if axis not in BATCH)
+        if not counts:
+            gradient = torch.zeros_like(gradient)  # several ranks have it; the owed sum must count it once
         part = spec.storage.compute.take(gradient, self.grid)
         own = part.to(self.policy.reduce_dtype or parameter.dtype, copy=True).contiguous()
-        if GATHERED not in spec.storage.axes:
+        if spec.gathered not in spec.storage.axes:
             self.deposit([parameter], [own], during=during, uses=uses)
             return
-        largest = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, dict.fromkeys(CUTS, 0))
+        largest = spec.storage.compute.box(spec.shape, self.grid.shape.cuts, dict.fromkeys(spec.view, 0))
         nbytes = prod(len(part) for part in largest) * own.element_size()
-        self.scatter([parameter], [own], nbytes, label=name, during=during, uses=uses)
+        along = dict(axis=spec.gathered, dims=[dict(spec.storage.cuts)[spec.gathered]])
+        self.scatter([parameter], [own], nbytes, label=name, during=during, uses=uses, **along)
 
     def scatter(
         self,
@@ -470,17 +479,23 @@ class Gradients:
         label: str,
         during: ForwardPass | None = None,
         uses: int = 1,
+        axis: str = GATHERED,
+        dims: Sequence[int] = (),
     ) -> None:
         """Sum gradients over z and deposit this rank's shards of them at some time before backward ends.
 
+        `axis` is that over which the parameters are gathered, and `dims` are the dims that it cuts, by default 0.
         `nbytes` is the size on the rank that sends most, the same number on all ranks, so that all ranks wait for
         deferred reductions at the same points. `deposit` changes the tensors in place.
         """
-        if not self._gathers:
+        if axis in self._whole_over:
             self.deposit(parameters, gradients, during=during, uses=uses)
             return
-        deposit = partial(self.deposit, parameters, during=during, uses=uses)
-        self.engine.deferred.defer(Scatter(self.grid, gradients, nbytes, label, deposit))
+        use: Callable[[list[Tensor]], None] = partial(self.deposit, parameters, during=during, uses=uses)
+        if dims:
+            gradients, deposit = to_front(gradients, dims), use
+            use = lambda shards: deposit([shard.contiguous() for shard in to_back(shards, dims)])  # noqa: E731
+        self.engine.deferred.defer(Scatter(self.grid, axis, gradients, nbytes, label, use))
 
     def _count(self, keys: list[int], during: ForwardPass | None, uses: int) -> None:
         """Count gradients that have come for the forward pass that used their parameters."""
@@ -537,9 +552,10 @@ class Gradients:
         if known.spec.is_copy and id(known.parameter) not in self._new:
             return  # an earlier step has added both copies, and the other pipe rank adds their sum
         cut = self.policy.shard_optimizer
-        if all(self.grid.coords[axis] == 0 for axis in known.spec.owes if not (cut and axis == REPLICA)):
+        replicas = known.spec.replicas
+        if all(self.grid.coords[axis] == 0 for axis in known.spec.owes if not (cut and axis == replicas)):
             if gradient.dim():
-                rows = self.own_rows(gradient)
+                rows = self.own_rows(gradient, known.spec)
                 gradient = gradient[rows.start : rows.stop]
             gradient.add_(local_of(known.parameter.grad))  # type: ignore[arg-type]
 
@@ -615,7 +631,7 @@ class Gradients:
                     known.spec.owes,
                     known.parameter.dtype,
                     local_of(known.parameter).nbytes,
-                    bucket_unit(known.unit, known.spec.owes, self.grid.shape.sizes),
+                    bucket_unit(known.unit, known.spec.owes, self.grid.shape.cuts),
                 )
                 for known in self._tracked.values()
                 if known.parameter.requires_grad
@@ -625,11 +641,11 @@ class Gradients:
                 self._buckets.append((bucket, [id(self.parameters[name][0]) for name in reversed(bucket.names)]))
         return self._buckets
 
-    def own_rows(self, shard: Tensor) -> range:
-        """Return the rows of a shard whose optimizer state this replica keeps."""
+    def own_rows(self, shard: Tensor, spec: Spec) -> range:
+        """Return the rows of a parameter's shard whose optimizer state this replica keeps."""
         if not self.policy.shard_optimizer:
             return range(shard.shape[0])
-        return chunk(shard.shape[0], self.grid.size(REPLICA), self.grid.coords[REPLICA])
+        return chunk(shard.shape[0], self.grid.size(spec.replicas), self.grid.coords[spec.replicas])
 
 
 def _hand_over(
@@ -686,8 +702,8 @@ class BucketSum:
         axis, grid, label, sums = self._axes.pop(0), self.gradients.grid, self.bucket.label, self.sums
         if grid.size(axis) == 1:
             self._pending = Arrived(sums)
-        elif axis == REPLICA and self.gradients.policy.shard_optimizer:
-            self._pending = comm.reduce_scatter_together(sums, grid, REPLICA, label=label)
+        elif axis in REPLICAS and self.gradients.policy.shard_optimizer:
+            self._pending = comm.reduce_scatter_together(sums, grid, axis, label=label)
         else:
             self._pending = comm.all_reduce_together(sums, grid, axis, label=label).then(lambda _: sums)
 
@@ -749,13 +765,13 @@ def gradients_of(model: nn.Module) -> Gradients:
     raise ValueError(f"{type(model).__name__} is not a Fourfold model: it has no layer on a grid")
 
 
-def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_replicas: bool = False) -> DTensorSpec:
-    """Return the DTensor spec of a parameter's gradient: owed over some axes, or also sharded over replicas."""
+def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over: str | None = None) -> DTensorSpec:
+    """Return the DTensor spec of a parameter's gradient: owed over some axes, or also cut over the axis of replicas."""
     spec: DTensorSpec = parameter._spec  # type: ignore[attr-defined]
-    placements = dict(zip(CUTS, spec.placements, strict=True))
+    placements = dict(zip(spec.mesh.mesh_dim_names or (), spec.placements, strict=True))
     placements |= dict.fromkeys(owes, Partial())
-    if cut_over_replicas:
-        placements[REPLICA] = Shard(0)
+    if cut_over:
+        placements[cut_over] = Shard(0)
     return DTensorSpec(spec.mesh, tuple(placements.values()), spec.tensor_meta)
 
 

@@ -5,7 +5,8 @@ process placed on it: torch's DeviceMesh, process groups for each axis, the devi
 Nothing here issues a collective.
 
 Invariant: a mesh has one dim per axis that may cut a tensor, in the order of `CUTS`, whatever the order of the ranks
-is; only `AXES` says how many axes there are. The ranks of each pipe coordinate have a mesh of their own.
+is; only `AXES` says how many axes there are. The ranks of each pipe coordinate have a mesh of their own, and a folded
+grid a second one, with the axes of `FOLD`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, PIPE
+from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, FOLD, FOLDED, PIPE
 from fourfold.environment import Environment, stay_on_loopback
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
 from fourfold.job import START_SECONDS, Channel, agree, first_fault, join, share_tracebacks, typed_errors
@@ -40,6 +41,8 @@ T = TypeVar("T")
 
 FURTHER_LANES = (*((PIPE, lane) for lane in ("reduce", *Lane)), (CONTEXT, "gather"), (CONTEXT, "reduce"))
 """The lanes beside those of the axes that cut tensors. Along pipe: sums over its ranks, and messages between stages."""
+LANES_OF_FOLD = (("expert",), ("ex",), ("ez", "gather"), ("ez", "reduce"), ("edata",))
+"""The lanes of a fold: those of an axis that names none are one."""
 CORES_FOR_TWO_LANES = 4
 """CPU cores that a rank needs before the only axis of a grid of GPUs gets two communicators. Over a network each
 communicator keeps threads busy while a message is in flight; with fewer cores two are slower than one."""
@@ -142,10 +145,15 @@ class Grid:
         if alone and not member:
             return
         with typed_errors(f"making the groups of the grid {shape}"):
-            meshes = self._meshes(alone=alone)
+            meshes = self._meshes(self._mesh_ranks().movedim(AXES.index(PIPE), 0), CUTS, alone=alone)
             here = self.ranks.index(dist.get_rank()) if member else 0
             self.coords = {**shape.coords(here), CONTEXT: shape.member(here)}
             self.mesh = meshes[self.coords[PIPE]]
+            self.fold_mesh: DeviceMesh | None = None
+            if shape.folded:
+                self.coords |= shape.fold_coords(here)
+                ranks_of_fold = torch.tensor(self.ranks)[shape.fold_mesh_ranks()]
+                self.fold_mesh = self._meshes(ranks_of_fold, FOLD, alone=alone)[self.coords[PIPE]]
             self._groups = {} if alone else self._lanes(timeout, job, member=member)
         if not alone:
             job.meet()  # a rank that ended now would close connections that others are still making
@@ -154,7 +162,7 @@ class Grid:
         self.rank = self.ranks.index(dist.get_rank())
         self.channel = Channel("grid", self.ranks)
         self.ledger = Ledger()
-        self.tags = {axis: itertools.count() for axis in (*AXES, CONTEXT)}
+        self.tags = {axis: itertools.count() for axis in (*AXES, CONTEXT, *FOLDED)}
         """The next message tag of each axis. All ranks along an axis launch in the same order, so their tags match."""
         self.muted = False
         """Whether collectives are recorded without being sent; `comm.muted` sets it."""
@@ -171,18 +179,26 @@ class Grid:
         self.before_replays: list[Callable[[], None]] = []
         """What a recorded step calls before each replay, because a replay runs no hooks of its optimizer."""
         # torch caches the placements of DTensor operations by mesh, and takes meshes of equal shape for the same one
-        self.mesh._thread_id = -next(self._made)
+        for mesh in filter(None, (self.mesh, self.fold_mesh)):
+            mesh._thread_id = -next(self._made)
+            setattr(mesh, GRID, self)  # for `Grid.of`
         if shape.pipe > 1:
             self.with_pipe.add(self)
         install_torch_hooks()
-        setattr(self.mesh, GRID, self)  # for `Grid.of`
 
-    def _meshes(self, *, alone: bool) -> list[DeviceMesh]:
+    def _meshes(self, by_pipe: torch.Tensor, axes: tuple[str, ...], *, alone: bool) -> list[DeviceMesh]:
         """Return the mesh of each pipe coordinate; torch makes their groups on all ranks of the job in this order."""
         return [
-            DeviceMesh(self.device.type, ranks, mesh_dim_names=CUTS, _init_backend=not alone)
-            for ranks in self._mesh_ranks().movedim(AXES.index(PIPE), 0).contiguous()
+            DeviceMesh(self.device.type, ranks, mesh_dim_names=axes, _init_backend=not alone)
+            for ranks in by_pipe.contiguous()
         ]
+
+    def mesh_of(self, axes: Sequence[str]) -> DeviceMesh:
+        """Return the mesh with these axes."""
+        mesh = self.mesh if tuple(axes) == CUTS else self.fold_mesh
+        if mesh is None:
+            raise ValueError(f"the grid {self} is not folded, so no tensor on it is cut over {', '.join(axes)}")
+        return mesh
 
     def _mesh_ranks(self) -> torch.Tensor:
         """Return the ranks of the job by coordinates, one dim per axis."""
@@ -216,13 +232,26 @@ class Grid:
                 group = self._new_group(axis, timeout) if dist.get_backend() != "fake" else dist.group.WORLD
                 if group is not None:
                     groups[axis, lane] = group
+        return groups | self._lanes_of_fold(timeout) if self.shape.folded else groups
+
+    def _lanes_of_fold(self, timeout: timedelta | None) -> dict[tuple[str, str], dist.ProcessGroup]:
+        groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+        for axis, *lane in LANES_OF_FOLD:
+            if self.size(axis) > 1:
+                group = self._new_group(axis, timeout) if dist.get_backend() != "fake" else dist.group.WORLD
+                if group is not None:
+                    groups |= dict.fromkeys(((axis, name) for name in lane or ("gather", "reduce")), group)
         return groups
 
     def _new_group(self, axis: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
         """Make a group for every line of ranks along an axis; return this rank's, or None if it is on no line."""
-        along = [AXES.index(one) for one in (BATCH if axis == CONTEXT else (axis,))]  # neighbouring places are a group
-        fastest = list(range(-len(along), 0))
-        lines = self._mesh_ranks().movedim(along, fastest).reshape(-1, self.size(axis)).tolist()
+        if axis in FOLDED:
+            of_fold = torch.tensor(self.ranks)[self.shape.fold_mesh_ranks()]
+            lines = of_fold.movedim(1 + FOLD.index(axis), -1).reshape(-1, self.size(axis)).tolist()
+        else:
+            along = [AXES.index(one) for one in (BATCH if axis == CONTEXT else (axis,))]  # neighbouring places
+            fastest = list(range(-len(along), 0))
+            lines = self._mesh_ranks().movedim(along, fastest).reshape(-1, self.size(axis)).tolist()
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             if timeout is not None:
@@ -263,7 +292,7 @@ class Grid:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis, or of a context group."""
-        return self.shape.context if axis == CONTEXT else self.shape.sizes[axis]
+        return self.shape.context if axis == CONTEXT else self.shape.cuts[axis]
 
     def group(self, axis: str, lane: str = "gather") -> dist.ProcessGroup:
         return self._groups[axis, lane]

@@ -349,7 +349,7 @@ def grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if _has_grouped(a):
         return functional.grouped_mm(a, b, offs=ends)
     parts = a.split(_counts(a, ends))
-    return torch.cat([part @ factor for part, factor in zip(parts, b, strict=True)])
+    return torch.cat([a.new_empty(0, b.shape[2]), *(part @ factor for part, factor in zip(parts, b, strict=True))])
 
 
 def grouped_weights(dout: Tensor, a: Tensor, ends: Tensor) -> Tensor:
@@ -357,7 +357,10 @@ def grouped_weights(dout: Tensor, a: Tensor, ends: Tensor) -> Tensor:
     if _has_grouped(a):
         return functional.grouped_mm(dout.t(), a, offs=ends)
     counts = _counts(a, ends)
-    return torch.stack([d.t() @ part for d, part in zip(dout.split(counts), a.split(counts), strict=True)])
+    found = dout.new_empty(len(ends), dout.shape[1], a.shape[1])  # there may be no expert
+    for each, d, part in zip(found, dout.split(counts), a.split(counts), strict=True):
+        torch.mm(d.t(), part, out=each)
+    return found
 
 
 def _has_grouped(a: Tensor) -> bool:

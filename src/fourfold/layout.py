@@ -17,14 +17,16 @@ from dataclasses import dataclass
 from math import lcm, prod
 
 from torch import Tensor
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fourfold.axes import AXES, BATCH, CUTS
+from fourfold.axes import AXES, BATCH, CUTS, FOLD, FOLDED, REPLICAS
 from fourfold.grid import Grid
 from fourfold.policy import Activations
 
 GATHERED = "z"
-"""The axis over which weights are gathered before use and their gradients reduce-scattered."""
+"""The axis over which weights are gathered before use and their gradients reduce-scattered, but for those of a fold."""
+GATHERED_AXES = (GATHERED, "ez")
+"""The axes over which weights are gathered: most of them, and those of experts on a fold."""
 TOKENS, FEATURES = 0, 1
 """The two dims of an activation, flattened to [tokens, features]."""
 
@@ -79,8 +81,8 @@ class Layout:
     cuts: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if len(set(self.axes)) != len(self.cuts) or not set(self.axes) <= set(AXES):
-            raise ValueError(f"a layout names each of the axes {AXES} at most once; got {self.axes}")
+        if len(set(self.axes)) != len(self.cuts) or not set(self.axes) <= {*AXES, *FOLDED}:
+            raise ValueError(f"a layout names each of the axes {(*AXES, *FOLDED)} at most once; got {self.axes}")
 
     @classmethod
     def along(cls, dim: int, axes: Sequence[str]) -> Layout:
@@ -112,7 +114,12 @@ class Layout:
     @property
     def compute(self) -> Layout:
         """The layout in which a product uses a stored parameter: whole over the gathered axis."""
-        return Layout(tuple(cut for cut in self.cuts if cut[0] != GATHERED))
+        return Layout(tuple(cut for cut in self.cuts if cut[0] not in GATHERED_AXES))
+
+    @property
+    def view(self) -> tuple[str, ...]:
+        """The axes that may cut such a tensor, outermost first: those of a fold if it names any of these."""
+        return FOLD if any(axis in FOLDED for axis in self.axes) else CUTS
 
     def box(self, shape: Sequence[int], sizes: Mapping[str, int], coords: Mapping[str, int]) -> Box:
         """Return the box of the rank at `coords`: each cut takes that rank's chunk of what the outer cuts left."""
@@ -145,19 +152,19 @@ class Layout:
 
     def take(self, whole: Tensor, grid: Grid) -> Tensor:
         """Return a view of this rank's part; `comm.join` is the inverse."""
-        return boxed(whole, self.box(whole.shape, grid.shape.sizes, grid.coords))
+        return boxed(whole, self.box(whole.shape, grid.shape.cuts, grid.coords))
 
     def placements(self) -> list[Placement]:
         """Return the same layout for a DTensor on a grid's mesh, which cuts in the order of the mesh's dims."""
-        dims = dict(self.cuts)
-        if list(self.axes) != [axis for axis in CUTS if axis in dims]:
-            raise ValueError(f"a DTensor is cut over the axes in the order {CUTS}, outermost first; got {self.axes}")
-        return [Shard(dims[axis]) if axis in dims else Replicate() for axis in CUTS]
+        dims, view = dict(self.cuts), self.view
+        if list(self.axes) != [axis for axis in view if axis in dims]:
+            raise ValueError(f"a DTensor is cut over the axes in the order {view}, outermost first; got {self.axes}")
+        return [Shard(dims[axis]) if axis in dims else Replicate() for axis in view]
 
     @classmethod
-    def of(cls, placements: Sequence[Placement]) -> Layout:
-        """Return the layout of a DTensor on a grid's mesh."""
-        by_axis = zip(CUTS, placements, strict=True)
+    def of(cls, tensor: DTensor) -> Layout:
+        """Return the layout of a DTensor on a mesh of a grid."""
+        by_axis = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
         return cls(tuple((axis, placement.dim) for axis, placement in by_axis if isinstance(placement, Shard)))
 
 
@@ -215,8 +222,23 @@ class Spec:
         These are all axes that cut the computation and do not cut the parameter. An axis over which the computation
         was merely repeated owes nothing; an axis that cuts the storage as well is paid by the reduce-scatter.
         """
-        return tuple(axis for axis in CUTS if axis in self.use.axes and axis not in self.storage.axes)
+        return tuple(axis for axis in self.view if axis in self.use.axes and axis not in self.storage.axes)
+
+    @property
+    def view(self) -> tuple[str, ...]:
+        """The axes that may cut it: `FOLD` for experts on a folded grid, else `CUTS`."""
+        return self.storage.view
+
+    @property
+    def replicas(self) -> str:
+        """The axis over which its gradient is the same once it is complete."""
+        return REPLICAS[self.view is FOLD]
+
+    @property
+    def gathered(self) -> str:
+        """The axis over which it is gathered before its use."""
+        return GATHERED_AXES[self.view is FOLD]
 
     def box(self, grid: Grid) -> Box:
         """Return the index ranges that this rank stores."""
-        return self.storage.box(self.shape, grid.shape.sizes, grid.coords)
+        return self.storage.box(self.shape, grid.shape.cuts, grid.coords)

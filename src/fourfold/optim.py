@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.axes import CUTS, REPLICA
+from fourfold.axes import CUTS
 from fourfold.comm import Pending
 from fourfold.grad_norm import is_incomplete, measure_norms, scale_gradients
 from fourfold.gradients import Bucket, gradients_of
@@ -84,11 +84,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.parts: dict[str, nn.Parameter] = {}
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
-        for name, (parameter, _) in self.gradients.parameters.items():
+        for name, (parameter, spec) in self.gradients.parameters.items():
             if parameter.requires_grad:
                 local = local_of(parameter).detach()
                 if local.dim():  # a parameter without dims has no rows; it is never cut
-                    rows = self.gradients.own_rows(local)
+                    rows = self.gradients.own_rows(local, spec)
                     local = local[rows.start : rows.stop]
                 part = nn.Parameter(local)
                 self.parts[name] = part
@@ -334,7 +334,7 @@ def on_shards(kind: type[torch.optim.Optimizer]) -> type[ShardedOptimizer]:
 
 
 class Arrival:
-    """The gather over data of a bucket's stepped rows, in flight."""
+    """The gather over replicas of a bucket's stepped rows, in flight."""
 
     def __init__(self, optimizer: ShardedOptimizer, bucket: Bucket) -> None:
         gradients = optimizer.gradients
@@ -344,7 +344,7 @@ class Arrival:
         self._pending: Pending[list[Tensor]] | None = comm.all_gather_together(
             [optimizer.parts[name].detach() for name in bucket.names],
             gradients.grid,
-            REPLICA,
+            gradients.parameters[bucket.names[0]][1].replicas,
             rows=rows,
             into=self.wholes,
             label=f"parameters {bucket.span}",

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.axes import CUTS
 from fourfold.comm import Arrived, Pending
 from fourfold.engine import in_backward
 from fourfold.gradients import CastShard, ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec
 from fourfold.ledger import joint_label
-from fourfold.params import shards_of
+from fourfold.params import shards_of, to_back, to_front
 from fourfold.policy import Policy
 
 T = TypeVar("T")
@@ -43,8 +42,12 @@ class GroupMember:
     """A parameter and its sizes in compute layout."""
 
     parameter: nn.Parameter
+    gathered: str
+    """The axis over which it is gathered."""
+    dim: int
+    """The dim that this axis cuts; 0 if it cuts none."""
     rows: int
-    """The length of dim 0 on this rank."""
+    """The length of that dim on this rank."""
     most: int
     """The number of elements on the rank that holds most of them, so that all ranks know the same number."""
     owner: Mapping[str, nn.Parameter | None]
@@ -53,9 +56,11 @@ class GroupMember:
 
     @classmethod
     def of(cls, layer: nn.Module, name: str, spec: Spec, grid: Grid) -> GroupMember:
-        box = partial(spec.storage.compute.box, spec.shape, grid.shape.sizes)
-        most = prod(len(part) for part in box(dict.fromkeys(CUTS, 0)))
-        return cls(getattr(layer, name), len(box(grid.coords)[0]), most, layer._parameters, name)
+        box = partial(spec.storage.compute.box, spec.shape, grid.shape.cuts)
+        most = prod(len(part) for part in box(dict.fromkeys(spec.view, 0)))
+        dim = dict(spec.storage.cuts).get(spec.gathered, 0)
+        rows = len(box(grid.coords)[dim])
+        return cls(getattr(layer, name), spec.gathered, dim, rows, most, layer._parameters, name)
 
 
 class Parcel(NamedTuple, Generic[T]):
@@ -76,6 +81,8 @@ class Travelling(Protocol[T_co]):
     @property
     def grid(self) -> Grid: ...
     @property
+    def axis(self) -> str: ...
+    @property
     def label(self) -> str: ...
     def at_hand(self) -> T_co | None:
         """Return the weights if there is nothing to gather."""
@@ -85,14 +92,17 @@ class Travelling(Protocol[T_co]):
 
 
 def launch_together(*together: Travelling) -> Sequence[Pending[Any] | Arrived[Any]]:
-    """Launch gathers in one message; return what to wait for, one for each."""
+    """Launch gathers in one message for each axis; return what to wait for, one for each."""
     if (weights := together[0].at_hand()) is not None:  # then it is alone
         return [Arrived(weights)]
+    if len(axes := dict.fromkeys(each.axis for each in together)) > 1:
+        along = {axis: iter(launch_together(*(each for each in together if each.axis == axis))) for axis in axes}
+        return [next(along[each.axis]) for each in together]
     parcels = [each.parcel() for each in together]
     pending = comm.all_gather_together(
         [shard for parcel in parcels for shard in parcel.shards],
         together[0].grid,
-        GATHERED,
+        together[0].axis,
         rows=[rows for parcel in parcels for rows in parcel.rows],
         into=[buffer for parcel in parcels for buffer in parcel.into or [None] * len(parcel.rows)],
         label=joint_label([each.label for each in together]),
@@ -129,10 +139,14 @@ class ParamGroup:
         self.compute_dtype = policy.compute_dtype or own if own.is_floating_point else own
         self.reduce_dtype = policy.reduce_dtype or own
         self.casts = any(dtype is not self.compute_dtype for dtype in self.dtypes)
-        self.travels = grid.size(GATHERED) > 1
+        self.axis = members[0].gathered if members else GATHERED
+        """The axis over which they are gathered."""
+        self.travels = grid.size(self.axis) > 1
+        self.dims = [member.dim for member in members] if any(member.dim for member in members) else ()
+        """The dims that this axis cuts; empty if all are 0."""
         self.elements = sum(member.most for member in members)
         """The number of elements in compute layout, the same on all ranks."""
-        self.even = all(rows % grid.size(GATHERED) == 0 for rows in self.rows)
+        self.even = all(rows % grid.size(self.axis) == 0 for rows in self.rows)
         """Whether all ranks along z hold the same number of rows, so that a gather needs no padding and no copy."""
         self._parts: dict[tuple[str, tuple[GroupMember, ...]], ParamGroup] = {}
         self._flags: list[bool] = []  # which members are those of `_trained`
@@ -192,7 +206,10 @@ class ParamGroup:
 
     def parcel(self) -> Parcel[list[Tensor]]:
         shards = self.shards()
-        return Parcel(shards, self.rows, self.reserve(shards), list)
+        if not self.dims:
+            return Parcel(shards, self.rows, self.reserve(shards), list)
+        shards = to_front(shards, self.dims)
+        return Parcel(shards, self.rows, self.reserve(shards), partial(to_back, dims=self.dims))
 
     def version(self) -> list[tuple[int, int]]:
         # a DTensor and its local tensor count separately: torch's functions change one, ours the other
@@ -201,7 +218,9 @@ class ParamGroup:
 
     def buffers(self, gathered: list[Tensor]) -> Sequence[Tensor]:
         """Return what `launch` wrote into buffers of the pool."""
-        return gathered if self.travels and self.even else ()
+        if not self.travels or not self.even:
+            return ()
+        return to_front(gathered, self.dims) if self.dims else gathered
 
     def reserve(self, shards: Sequence[Tensor]) -> list[Tensor] | None:
         """Take buffers from the engine's pool for what is gathered from these shards, if it needs no padding."""
@@ -265,11 +284,12 @@ class ParamGroup:
     def _require_same_group(self) -> None:
         """Raise unless all ranks along z are about to gather this group; otherwise they would receive wrong weights."""
         name = zlib.crc32(self.label.encode())
-        if not comm.equal_along(name, self.grid, (GATHERED,)):
+        if not comm.equal_along(name, self.grid, (self.axis,)):
             raise RuntimeError(
-                f"this place is about to use {self.label}, and another place of axis z another layer: parameters are "
-                "gathered over z, so all places must use the same layers in the same order (as under FSDP); let every "
-                "place run the layer, on no rows if need be, or use a grid with z=1"
+                f"this place is about to use {self.label}, and another place of axis {self.axis} another layer: "
+                f"parameters are gathered over {self.axis}, so all places must use the same layers in the same order "
+                "(as under FSDP); let every place run the layer, on no rows if need be, or use a grid with "
+                f"{self.axis}=1"
             )
 
     # --- gradients
@@ -302,4 +322,5 @@ class ParamGroup:
         if [gradient.dtype for gradient in gradients].count(dtype) != len(gradients):
             gradients = [gradient.to(dtype) for gradient in gradients]
         nbytes = self.elements * dtype.itemsize
-        self.gradients.scatter(self.parameters, gradients, nbytes, label=self.label, during=during, uses=turns)
+        of_group = dict(label=self.label, during=during, uses=turns, axis=self.axis, dims=self.dims)
+        self.gradients.scatter(self.parameters, gradients, nbytes, **of_group)

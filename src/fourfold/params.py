@@ -212,7 +212,7 @@ def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
     """Return this rank's shard as a parameter of the global shape."""
     whole = torch.empty(spec.shape, dtype=local.dtype, device="meta")
     lies = DTensorSpec(
-        grid.mesh, tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        grid.mesh_of(spec.view), tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
     )
     trained = local.is_floating_point() or local.is_complex()  # integers have no gradients
     # `.data` has a version counter of its own. Views of one memory share a counter, so a prefetched weight would be
@@ -234,3 +234,13 @@ def own_storage(local: Tensor) -> Tensor:
         return local
     # the quickest way: a slice of the storage takes eight times as long, and every backward pass needs this
     return torch._C._from_dlpack(torch._C._to_dlpack(local.detach()))  # type: ignore[attr-defined]
+
+
+def to_front(tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+    """Return each tensor with one of its dims as dim 0, contiguous: messages join and cut tensors along that one."""
+    return [t.movedim(dim, 0).contiguous() if dim else t for t, dim in zip(tensors, dims, strict=True)]
+
+
+def to_back(tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+    """Return views in which dim 0 is where `to_front` took it from."""
+    return [t.movedim(0, dim) if dim else t for t, dim in zip(tensors, dims, strict=True)]

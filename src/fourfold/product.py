@@ -51,6 +51,7 @@ class SideBySide:
         self.padded = weights.rows != list(widths)
         self._padding = widths[-1] - weights.rows[-1]  # rows of zeros behind the last weight
         self._may_lie_joined = not group.travels and weights.rows[:-1] == list(widths[:-1])
+        self.axis = group.axis
         self.key = "side by side", group is weights, *group.key
         self.nbytes = group.nbytes
         self._places: list[int] = []  # where the weights of `_joint` lie

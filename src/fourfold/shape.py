@@ -6,13 +6,14 @@ This file imports no torch, so that a command that only reads files, such as `fo
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, PIPE
+from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, FOLD, FOLD_SIZES, FOLDED, FOLDED_ALONG, PIPE
 from fourfold.synonyms import explain_axis
 
 if TYPE_CHECKING:
@@ -27,16 +28,32 @@ class Shape:
     rank = x + X * (y + Y * (z + Z * (data + D * pipe))). The size of an axis is an attribute: `shape.x`.
 
     `context` is no axis: it divides z * data, and says how many neighbouring places share their rows.
+
+    `expert`, `ex` and `ez` are none either. They fold the grid: tokens, of which the ranks of one pipe coordinate and
+    one y coordinate all hold different ones at rest, are sent to experts. Such a rank has a number t among these ranks,
+    t = expert + EXPERT * (ex + EX * (ez + EZ * edata)), so neighbours share the experts.
     """
 
     _sizes: tuple[int, ...]
     order: tuple[str, ...]
     context: int
+    fold: tuple[int, ...]
+    """The sizes of `FOLD_SIZES`."""
 
-    def __init__(self, *sizes: int, order: Sequence[str] = AXES, context: int = 1, **named: int) -> None:
+    def __init__(
+        self,
+        *sizes: int,
+        order: Sequence[str] = AXES,
+        context: int = 1,
+        expert: int = 1,
+        ex: int = 1,
+        ez: int = 1,
+        **named: int,
+    ) -> None:
         """Take the sizes in the order of AXES, or by name."""
         by_axis = sizes_by_axis(sizes, named)
-        for axis, size in {**by_axis, CONTEXT: context}.items():
+        fold = expert, ex, ez
+        for axis, size in {**by_axis, CONTEXT: context, **dict(zip(FOLD_SIZES, fold, strict=True))}.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"grid axis {axis}={size!r}: the size of an axis is a whole number from 1 up")
         whole = tuple(order) if PIPE in order else (*order, PIPE)  # stages lie far apart unless somebody says otherwise
@@ -47,12 +64,21 @@ class Shape:
         object.__setattr__(self, "_sizes", tuple(by_axis.values()))
         object.__setattr__(self, "order", whole)
         object.__setattr__(self, CONTEXT, context)
+        object.__setattr__(self, "fold", fold)
+        folded = prod(by_axis[axis] for axis in FOLDED_ALONG)
+        if folded % prod(fold):
+            raise ValueError(
+                f"{'*'.join(FOLD_SIZES)} = {'*'.join(map(str, fold))} = {prod(fold)} does not divide "
+                f"{'*'.join(FOLDED_ALONG)} = {folded}: experts are cut over the ranks that hold different tokens; use "
+                "divisors, or more ranks along z or data"
+            )
         if self.places % context:
             raise ValueError(
                 f"context={context} does not divide {'*'.join(BATCH)} = {self.places}: a context group consists of "
                 "whole (data, z) places; use a divisor, or more ranks along z or data"
             )
-        for axis, size in by_axis.items():  # plain attributes, because a search reads them a million times
+        # plain attributes, because a search reads them a million times
+        for axis, size in (*by_axis.items(), *zip(FOLDED, (*fold, folded // prod(fold)), strict=True)):
             object.__setattr__(self, axis, size)
 
     def __getattr__(self, name: str) -> int:
@@ -80,8 +106,23 @@ class Shape:
 
     @cached_property
     def named(self) -> dict[str, int]:
-        """The size of every axis, and context: `Shape(**shape.named, order=shape.order) == shape`."""
-        return {**self.sizes, CONTEXT: self.context}
+        """Every size that somebody gives: `Shape(**shape.named, order=shape.order) == shape`."""
+        return {**self.sizes, CONTEXT: self.context, **dict(zip(FOLD_SIZES, self.fold, strict=True))}
+
+    @cached_property
+    def cuts(self) -> dict[str, int]:
+        """The size of everything that may cut a tensor, in both ways to number the ranks."""
+        return {**self.sizes, **{axis: getattr(self, axis) for axis in FOLDED}}
+
+    @property
+    def fold_sizes(self) -> dict[str, int]:
+        """The sizes of the fold, if the grid is folded."""
+        return dict(zip(FOLD_SIZES, self.fold, strict=True)) if self.folded else {}
+
+    @property
+    def folded(self) -> bool:
+        """Whether experts are cut over a fold; otherwise they are cut like other weights."""
+        return max(self.fold) > 1
 
     @property
     def world(self) -> int:
@@ -104,12 +145,17 @@ class Shape:
 
     @property
     def message_axes(self) -> tuple[str, ...]:
-        """The axes in use, and context where places share rows: what messages go along."""
-        return (*self.used_axes, CONTEXT) if self.context > 1 else self.used_axes
+        """The axes in use, context where places share rows, and those of a fold: what messages go along."""
+        found = (*self.used_axes, CONTEXT) if self.context > 1 else self.used_axes
+        return (*found, *(axis for axis in FOLDED if self.cuts[axis] > 1)) if self.folded else found
 
     def with_context(self, context: int) -> Shape:
         """Return the same grid with so many places that share their rows."""
-        return Shape(*self._sizes, order=self.order, context=context)
+        return Shape(**{**self.named, CONTEXT: context}, order=self.order)
+
+    def with_fold(self, expert: int = 1, ex: int = 1, ez: int = 1) -> Shape:
+        """Return the same grid with another fold."""
+        return Shape(**{**self.named, **dict(zip(FOLD_SIZES, (expert, ex, ez), strict=True))}, order=self.order)
 
     def strides(self, axis: str) -> list[tuple[int, int]]:
         """Return the distance of neighbours in a group along an axis, and how many there are.
@@ -124,8 +170,32 @@ class Shape:
                 return [(near, self.context)]
             # a group that does not fill z to its end counts as if it did
             return [part for part in ((near, inner), (far, -(-self.context // inner))) if part[1] > 1]
+        if axis in FOLDED:
+            return self._strides_of_fold(axis)
         stride = prod(self.sizes[faster] for faster in self.order[: self.order.index(axis)])
         return [(stride, self.sizes[axis])]
+
+    def _strides_of_fold(self, axis: str) -> list[tuple[int, int]]:
+        """Return `strides` of an axis of the fold, whose groups may go along several axes."""
+        apart = prod(self.cuts[faster] for faster in FOLDED[: FOLDED.index(axis)])  # in numbers t
+        left, found = self.cuts[axis], []
+        for along in self._folded_order:
+            size = self.sizes[along]
+            if apart >= size:
+                apart = -(-apart // size)
+                continue
+            here, near = min(left, -(-size // apart)), self.strides(along)[0][0] * apart
+            if found and found[-1][0] * found[-1][1] == near:  # goes on where the axis before ends
+                found[-1] = found[-1][0], found[-1][1] * here
+            elif here > 1:
+                found.append((near, here))
+            left, apart = -(-left // here), 1
+        return found or [(1, 1)]
+
+    @property
+    def _folded_order(self) -> list[str]:
+        """The axes that a fold numbers in another way, fastest-varying first."""
+        return [axis for axis in self.order if axis in FOLDED_ALONG]
 
     @property
     def two_lanes(self) -> tuple[str, ...]:
@@ -140,7 +210,7 @@ class Shape:
 
     def reordered(self, order: Sequence[str]) -> Shape:
         """Return the same sizes with ranks that walk the axes in another order."""
-        return Shape(*self._sizes, order=order, context=self.context)
+        return Shape(**self.named, order=order)
 
     def coords(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank on every axis."""
@@ -157,6 +227,26 @@ class Shape:
         for axis in reversed(self.order):
             rank = rank * self.sizes[axis] + coords[axis]
         return rank
+
+    def fold_coords(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of a rank in the fold."""
+        coords, number = self.coords(rank), 0
+        for axis in reversed(self._folded_order):
+            number = number * self.sizes[axis] + coords[axis]
+        found = {}
+        for axis in FOLDED:
+            number, found[axis] = divmod(number, self.cuts[axis])
+        return found
+
+    def rank_in_fold(self, coords: Mapping[str, int]) -> int:
+        """Return the rank at these coordinates of FOLD and pipe; the inverse of `fold_coords`."""
+        number = 0
+        for axis in reversed(FOLDED):
+            number = number * self.cuts[axis] + coords[axis]
+        here = {axis: coords[axis] for axis in AXES if axis not in FOLDED_ALONG}
+        for axis in self._folded_order:
+            number, here[axis] = divmod(number, self.sizes[axis])
+        return self.rank(here)
 
     def place(self, rank: int) -> int:
         """Return the number of the place that a rank is in, with the outer cut of a batch (data) slowest."""
@@ -184,6 +274,9 @@ class Shape:
         if axis == CONTEXT:
             return self.context_ranks(rank)
         here = self.coords(rank)
+        if axis in FOLDED:
+            here |= self.fold_coords(rank)
+            return [self.rank_in_fold({**here, axis: place}) for place in range(self.cuts[axis])]
         return [self.rank({**here, axis: place}) for place in range(self.sizes[axis])]
 
     def mesh_ranks(self) -> torch.Tensor:
@@ -194,12 +287,22 @@ class Shape:
         ranks = torch.arange(self.world).reshape([self.sizes[axis] for axis in slowest_first])
         return ranks.permute([slowest_first.index(axis) for axis in AXES]).contiguous()
 
+    def fold_mesh_ranks(self) -> torch.Tensor:
+        """Return the ranks by coordinates of the fold, one dim per axis: pipe, then those of FOLD."""
+        import torch
+
+        axes = (PIPE, *FOLD)
+        sizes = [self.cuts[axis] for axis in axes]
+        places = itertools.product(*map(range, sizes))
+        ranks = [self.rank_in_fold(dict(zip(axes, place, strict=True))) for place in places]
+        return torch.tensor(ranks).reshape(sizes)
+
 
 def axes_signature(**options: Any) -> inspect.Signature:
     """Return the signature that help and editors show: the size of every axis, then these options."""
     kinds = inspect.Parameter
     sizes = [kinds(axis, kinds.POSITIONAL_OR_KEYWORD, default=1, annotation=int) for axis in AXES]
-    sizes.append(kinds(CONTEXT, kinds.KEYWORD_ONLY, default=1, annotation=int))
+    sizes += [kinds(name, kinds.KEYWORD_ONLY, default=1, annotation=int) for name in (CONTEXT, *FOLD_SIZES)]
     return inspect.Signature(
         [*sizes, *(kinds(name, kinds.KEYWORD_ONLY, default=default) for name, default in options.items())]
     )

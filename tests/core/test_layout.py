@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fourfold as ff
-from fourfold.axes import AXES, CUTS
+from fourfold.axes import AXES, CUTS, FOLDED
 from fourfold.grid import Shape
 from fourfold.layout import (
     CONTRACT_WEIGHT,
@@ -170,7 +170,7 @@ def test_policy_refuses_empty_buckets(bucket_bytes: int) -> None:
 def test_layout_refuses_axes_that_are_repeated_or_unknown(cuts) -> None:
     with pytest.raises(ValueError, match="at most once") as error:
         Layout(cuts)
-    assert str(AXES) in str(error.value)
+    assert str((*AXES, *FOLDED)) in str(error.value)
     assert str(tuple(axis for axis, _ in cuts)) in str(error.value)
 
 

@@ -386,7 +386,7 @@ def test_bytes_in_flight_are_bounded(ranks) -> None:
 class Reduction:
     """A reduction that arrives at once; whoever refers to it keeps its gradients in memory."""
 
-    nbytes, dtype = 8, None
+    nbytes, alike = 8, None
 
     def __init__(self, used: list[int]) -> None:
         self.use = used.append

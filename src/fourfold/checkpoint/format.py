@@ -22,7 +22,8 @@ The record, `checkpoint.json`, says which tensors there are, how they are cut on
 
 `finite` is there for parameters and optimizer state. Buffers may hold infinities, such as those of a mask. Records of
 earlier versions lack the key; there the optimizer's tensors, and the parameters that have some, must be finite. `pipe`
-lists the pipe ranks that held the tensor, where not all of them did; one of these wrote it.
+lists the pipe ranks that held the tensor, where not all of them did; one of these wrote it. The sizes of a folded grid
+also say its fold, `"expert": 4, "ex": 1, "ez": 2`, and tensors of experts are cut over the axes of the fold.
 
 Which rank wrote which box of a tensor follows from the grid and the cuts, so the record needs no list of parts. Nothing
 in a record is trusted: the digest reveals damage, and every name, number and cut is checked here. Records of version 1
@@ -51,7 +52,7 @@ import torch
 from torch import Tensor
 
 from fourfold.atomic import name_in_errors, write_bytes
-from fourfold.axes import AXES, PIPE
+from fourfold.axes import AXES, FOLD, FOLD_SIZES, FOLDED, PIPE
 from fourfold.errors import (
     DamagedCheckpointError,
     MissingCheckpointError,
@@ -350,7 +351,7 @@ class TensorInfo:
 
     def box(self, grid: Shape, coords: Mapping[str, int]) -> Box:
         """Return the box that the rank at these coordinates holds."""
-        return self.storage.box(self.shape, grid.sizes, coords)
+        return self.storage.box(self.shape, grid.cuts, coords)
 
 
 @dataclass(frozen=True)
@@ -375,7 +376,9 @@ class Record:
         found = {}
         for name, info in sorted(self.tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
             holders: dict[str, Sequence[int]] = {
-                axis: range(self.grid.sizes[axis]) for axis in AXES if axis not in info.storage.axes
+                axis: range(self.grid.cuts[axis])
+                for axis in (*info.storage.view, PIPE)
+                if axis not in info.storage.axes
             }
             if info.pipe:
                 holders[PIPE] = info.pipe
@@ -397,9 +400,10 @@ class Record:
     def parts(self, name: str, within: Box | None = None) -> Iterator[tuple[int, Box]]:
         """Yield the ranks that write a tensor and their boxes; with `within`, only of boxes that overlap it."""
         info, writers = self.tensors[name], self._writers[name]
-        for coords, box in info.storage.boxes(info.shape, self.grid.sizes, within):
+        rank_at = self.grid.rank_in_fold if info.storage.view is FOLD else self.grid.rank
+        for coords, box in info.storage.boxes(info.shape, self.grid.cuts, within):
             if all(box):  # a rank with an empty box writes nothing
-                yield self.grid.rank({**writers, **coords}), box
+                yield rank_at({**writers, **coords}), box
 
     def written_by(self, coords: Mapping[str, int]) -> list[str]:
         """Return the tensors that the rank at these coordinates writes its part of."""
@@ -421,7 +425,7 @@ def write_record(folder: Path, record: Record) -> None:
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "grid": {"sizes": record.grid.sizes, "order": list(record.grid.order)},
+        "grid": {"sizes": {**record.grid.sizes, **record.grid.fold_sizes}, "order": list(record.grid.order)},
         "state": record.state,
         "tensors": {name: tensor_entry(info) for name, info in record.tensors.items()},
         "files": {name: {"bytes": info.nbytes, "header": info.header} for name, info in record.files.items()},
@@ -476,7 +480,7 @@ def _parse_record(content: Mapping[str, Any]) -> Record:
     sizes, order = content["grid"]["sizes"], content["grid"]["order"]
     # Another version may have other axes. One with a single rank, such as every axis that only one version knows must
     # be, cuts nothing: it is left out if it is unknown here, and added if it is unknown there.
-    ignored = [axis for axis, size in sizes.items() if axis not in AXES and size == 1]
+    ignored = [axis for axis, size in sizes.items() if axis not in (*AXES, *FOLD_SIZES) and size == 1]
     known = {axis: size for axis, size in sizes.items() if axis not in ignored}
     grid = Shape(**known, order=tuple(complete_order([axis for axis in order if axis not in ignored])))
     if grid.world > MAX_RANKS:
@@ -504,7 +508,7 @@ def parse_tensor(name: str, found: Mapping[str, Any], grid: Shape, ignored: Coll
     if found["dtype"] not in _DTYPES_BY_NAME:
         raise ValueError(f"{name!r} has dtype {found['dtype']!r}")
     cuts = tuple((axis, dim) for axis, dim in found["cuts"] if axis not in ignored)
-    if not all(axis in AXES and type(dim) is int and 0 <= dim < len(shape) for axis, dim in cuts):
+    if not all(axis in (*AXES, *FOLDED) and type(dim) is int and 0 <= dim < len(shape) for axis, dim in cuts):
         raise ValueError(f"{name!r} of shape {shape} is cut by {cuts}")
     layout, pipe = Layout(cuts), tuple(found.get("pipe", ()))
     if not all(type(rank) is int and 0 <= rank < grid.sizes[PIPE] for rank in pipe) or sorted(set(pipe)) != list(pipe):

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from fourfold.axes import AXES, REPLICA
+from fourfold.axes import AXES
 from fourfold.checkpoint.format import MODEL, OPTIMIZER, RANDOM, Record, TensorInfo, pack_json, unpack_json
 from fourfold.errors import name_some
 from fourfold.gradients import gradients_of
@@ -304,7 +304,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, LocalShard]]:
             if name in module._non_persistent_buffers_set:
                 continue
             is_cut = isinstance(buffer, DTensor)
-            storage = Layout.of(buffer.placements) if is_cut else Layout()
+            storage = Layout.of(buffer) if is_cut else Layout()
             shard = LocalShard(local_of(buffer) if is_cut else buffer, tuple(buffer.shape), storage)
             yield f"{prefix}.{name}".lstrip("."), shard
 
@@ -355,7 +355,7 @@ class SteppedParameter:
             if shape not in ((), self.shape):
                 raise ValueError(f"has shape {shape}, and the parameter {self.shape}")
             kind = StateKind.PARAMETER if shape == self.shape else StateKind.REPLICATED
-            return kind, LocalShard(local_of(value), shape, Layout.of(value.placements), value, finite=True)
+            return kind, LocalShard(local_of(value), shape, Layout.of(value), value, finite=True)
         if shape == () and (self.shape != () or isinstance(self.tensor, DTensor)):
             return StateKind.SCALAR, LocalShard(value, (), Layout(), finite=True)
         if shape != tuple(self.local.shape):
@@ -409,7 +409,7 @@ def stepped_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Step
             name = names[id(tensor)]
             if name in specs:
                 shape, storage = specs[name].shape, specs[name].storage
-                storage = Layout((*storage.cuts, (REPLICA, 0))) if replicas_cut else storage
+                storage = Layout((*storage.cuts, (specs[name].replicas, 0))) if replicas_cut else storage
             else:
                 shape, storage = tuple(tensor.shape), Layout()
             found[name] = SteppedParameter(tensor, group, shape, storage)

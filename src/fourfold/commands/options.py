@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fourfold import __version__
-from fourfold.axes import AXES, CONTEXT
+from fourfold.axes import AXES, GIVEN_BESIDES
 from fourfold.errors import nearest
 from fourfold.parse import parse_toml
 from fourfold.synonyms import explain_axis, explain_synonym
@@ -205,11 +205,11 @@ def _toml_value(text: str) -> Any:
 
 
 def grid(text: str) -> dict[str, int]:
-    """Parse `x=2,z=2`, or with context `z=4,context=2`, or `auto`, which is the empty dict."""
+    """Parse `x=2,z=2`, or with context or a fold `z=4,context=2`, or `auto`, which is the empty dict."""
     if text == "auto":
         return {}
     sizes: dict[str, int] = {}
-    known = (*AXES, CONTEXT)
+    known = (*AXES, *GIVEN_BESIDES)
     for part in text.split(","):
         axis, _, size = part.partition("=")
         if axis not in known and (answer := explain_axis(axis, _toml_value(size))):
@@ -217,7 +217,7 @@ def grid(text: str) -> dict[str, int]:
         if axis not in known or not size.isdigit() or int(size) < 1 or axis in sizes:
             raise argparse.ArgumentTypeError(
                 f"{part!r} is not an axis with a size; write auto, or for example x=2,z=2, with each of the axes "
-                f"{', '.join(AXES)} at most once, and {CONTEXT} besides"
+                f"{', '.join(AXES)} at most once, and {', '.join(GIVEN_BESIDES)} besides"
             )
         sizes[axis] = int(size)
     return sizes

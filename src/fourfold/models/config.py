@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import log
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -168,6 +168,11 @@ class ModelConfig:
 
     def check(self, shape: Shape, policy: Policy) -> None:
         """Raise an error if the model cannot be cut over a grid of this shape."""
+        if shape.folded and not self.experts:
+            raise ValueError(
+                f"the grid {shape} is folded for experts, and the model has none; leave out "
+                f"{', '.join(name for name, size in shape.fold_sizes.items() if size > 1)}"
+            )
         misfit = self.misfit(shape, policy)
         if misfit:
             what, value, cuts, axes = misfit
@@ -185,22 +190,24 @@ class ModelConfig:
         rules = (
             ("hidden", self.hidden, y, f"y={y}"),
             ("heads", self.heads, inner, name),
-            *((width, getattr(self, width), inner, name) for width in self._mlp_widths),
+            *self._mlp_rules(shape, inner, name),
             ("kv_heads*head_dim", self.kv_heads * self.head_dim, x, f"x={x}"),
         )
         # KV heads need not divide by the ranks, but their features must: K and V are then made whole and selected.
         return next((rule for rule in rules if rule[1] % rule[2]), None)
 
-    @property
-    def _mlp_widths(self) -> tuple[str, ...]:
-        """The names of the widths inside what blocks have behind attention."""
-        if not self.experts:
-            return ("mlp_hidden",)
-        dense, shared = (
-            (("mlp_hidden",) if self.dense_layers else ()),
-            (("shared_hidden",) if self.shared_hidden else ()),
-        )
-        return (*dense, "expert_hidden", *shared)
+    def _mlp_rules(self, shape: Shape, inner: int, name: str) -> Iterator[tuple[str, int, int, str]]:
+        """Yield the rules of `misfit` for the widths inside what blocks have behind attention."""
+        if not self.experts or self.dense_layers:
+            yield "mlp_hidden", self.mlp_hidden, inner, name
+        if self.shared_hidden:
+            yield "shared_hidden", self.shared_hidden, inner, name
+        if self.experts:
+            cuts, along = inner, name
+            if shape.folded:  # ex is there in place of x
+                y = inner // shape.x
+                cuts, along = shape.ex * y, f"ex*y={shape.ex}*{y}" if y > 1 else f"ex={shape.ex}"
+            yield "expert_hidden", self.expert_hidden, cuts, along
 
     @property
     def parameters(self) -> int:

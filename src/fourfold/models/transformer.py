@@ -38,7 +38,7 @@ from fourfold.nn.layer import Dropout, Layer, assemble, recompute
 from fourfold.nn.linear import MLP, Contract, Expand
 from fourfold.nn.lora import LORA, LoraConfig, LoraPair
 from fourfold.nn.loss import IGNORE_INDEX, count_first, cross_entropy, sum_halves, sum_of_places, sum_over_batch
-from fourfold.nn.moe import MoE
+from fourfold.nn.moe import Leaving, MoE
 from fourfold.nn.norm import Norm
 from fourfold.nn.rng import key_of
 from fourfold.nn.router import LossWeight, Sequences
@@ -56,7 +56,7 @@ class ResidualStream:
     The next norm adds the two as it reads them, in one pass over memory.
     """
 
-    def __init__(self, a: Tensor, delta: AsyncResult | Ready | None = None) -> None:
+    def __init__(self, a: Tensor, delta: AsyncResult | Ready | Leaving | None = None) -> None:
         self.a, self.delta = a, delta
 
     def read(self) -> tuple[Tensor, Tensor | None]:
@@ -189,13 +189,14 @@ class TransformerBlock(Layer):
             # backward reads no value of what the MLP computes; a hook on the dropout behind it would
             engine = self.engine
             wanted = not engine.recomputing or self.mlp_dropout.hooked
-            if isinstance(self.mlp, MoE):
-                owed = yield from self.mlp.turns(normed, batch.tokens, batch.sequences)
+            mlp: Any = self.mlp
+            if isinstance(mlp, MoE):
+                owed, leave = (yield from mlp.turns(normed, batch.tokens, batch.sequences)), mlp.leave
             else:
-                owed = yield from self.mlp.turns(normed, batch.tokens, wanted=wanted)
+                owed, leave = (yield from mlp.turns(normed, batch.tokens, wanted=wanted)), mlp.down.leave
             if engine.recomputing and not self.mlp_dropout.acts:
                 return ResidualStream(a)  # backward needs no value of what follows, so it is not recomputed
-            leaving = self.mlp.leave(owed, batch.tokens)
+            leaving = leave(owed, batch.tokens)
         if self.mlp_dropout.acts:
             yield
             leaving = Ready(self.mlp_dropout(leaving.wait()))
@@ -440,7 +441,7 @@ class Transformer(Layer):
             if isinstance(mixture, MoE) and mixture.load is not None:
                 load[index], mixture.load = mixture.load, None
         with self.grid.ledger.not_counted():
-            for axis in (*BATCH, PIPE):
+            for axis in (*(("x",) if self.grid.shape.folded else ()), *BATCH, PIPE):
                 load = comm.all_reduce(load, self.grid, axis, label="load of experts").wait()
         return load
 

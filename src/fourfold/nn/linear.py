@@ -175,14 +175,10 @@ class MLP(Layer):
         self.down = Contract(grid, policy, hidden, features, bias=bias, init=out_init)
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
-        return self.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
-
-    def leave(self, out: Tensor, tokens: int) -> AsyncResult | Ready:
-        """Bring the result of `turns` to rest."""
-        return self.down.leave(out, tokens)
+        return self.down.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
 
     def turns(self, a: Tensor, tokens: int, *, wanted: bool = True) -> Turns[Tensor]:
-        """Compute everything up to `leave`, which brings the result to rest.
+        """Compute everything up to `down.leave`, which brings the result to rest.
 
         Unless the result is `wanted`, chunks compute nothing and return zeros: for a block that runs again in backward,
         which reads no value of the result.

@@ -1,8 +1,9 @@
 """A mixture of experts in place of an MLP, whose products are the 3D product, expert by expert.
 
-Every token chooses K of E experts. Tokens stay where they are, and the weights of the experts travel over z like all
-weights. A pair is a token with one of its experts; pairs are sorted by expert. In the notation of `operators`, with m
-tokens of a place, P = m K pairs, k features of the stream and n hidden units of an expert:
+Every token chooses K of E experts. On a grid without a fold tokens stay where they are, and the weights of the experts
+travel over z like all weights; on a folded grid tokens travel as well (`dispatch`). A pair is a token with one of its
+experts; pairs are sorted by expert. In the notation of `operators`, with m tokens of a place, P = m K pairs, k features
+of the stream and n hidden units of an expert:
 
     at rest   p and ids of the K experts of each token (`router`)                             E17
     enter     a and (p, ids) of all tokens of the place
@@ -10,8 +11,9 @@ tokens of a place, P = m K pairs, k features of the stream and n hidden units of
     inner     h = silu(gate) * up * p
     contract  o_e = h_e w_e^T, [P, k/y] {sum x} -> out[t] = sum_j o[t, j] in the order of j   E19 -> leave
 
-Invariant: which experts a token chooses, and every sum, depends on the model and the tokens alone, not on the grid. No
-shape depends on the choice, so nothing is read by the host on a GPU.
+On a fold x is ex, z is ez, and P are the pairs that have come to the rank. Invariant: which experts a token chooses,
+and every sum, depends on the model and the tokens alone, not on the grid. Without a fold no shape depends on the
+choice, so nothing is read by the host on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from fourfold.engine import Turns
 from fourfold.gradients import ForwardPass
 from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Init, Layout, Spec
+from fourfold.nn.dispatch import Dispatch, Pairs, all_rows, own_rows
 from fourfold.nn.layer import Layer, add_gradients
 from fourfold.nn.linear import MLP, keeps_weights, require_divisible
 from fourfold.nn.router import BalanceTerm, Router, Routing, Sequences, enter_choice
@@ -38,6 +41,7 @@ from fourfold.operators import (
     AsyncResult,
     Body,
     Conjugate,
+    OpContext,
     Ready,
     collect,
     enter,
@@ -54,44 +58,12 @@ EXPANDS = Layout((("x", 1), ("y", 2), ("z", 0)))
 """How the weights [E, n, k] of gate and up rest: hidden units over x, features over y, experts over z."""
 CONTRACTS = Layout((("x", 2), ("y", 1), ("z", 0)))
 """How the weight [E, k, n] of down rests."""
-
-
-class Pairs:
-    """Tokens with one of their experts each, sorted by expert and then by token."""
-
-    def __init__(self, ids: Tensor, experts: int) -> None:
-        """`ids` [tokens, K] are the experts of each token."""
-        tokens, self.chosen = ids.shape
-        flat = ids.flatten()
-        self.order = flat.argsort(stable=True)
-        """The place of each pair among the pairs by token, [P]."""
-        self.back = torch.empty_like(self.order)
-        self.back[self.order] = torch.arange(tokens * self.chosen, device=ids.device)
-        self.tokens = self.order // self.chosen
-        """The token of each pair."""
-        limits = torch.arange(1, experts + 1, device=ids.device)
-        self.ends = torch.searchsorted(flat[self.order], limits).to(torch.int32)
-        """Where the pairs of each expert end, [E]."""
-
-    def pick(self, a: Tensor) -> Tensor:
-        """Return the rows of the pairs, [m, w] -> [P, w]."""
-        return a.index_select(0, self.tokens)
-
-    def combine(self, of_pairs: Tensor) -> Tensor:
-        """Return the sum over each token's pairs in the order of its choices, [P, w] -> [m, w] (E19)."""
-        rows = of_pairs.index_select(0, self.back).view(-1, self.chosen, of_pairs.shape[1])
-        total = rows[:, 0].clone()
-        for choice in range(1, self.chosen):
-            total += rows[:, choice]
-        return total
-
-    def sort(self, by_token: Tensor) -> Tensor:
-        """Return values of pairs by token, [m, K], in the order of the pairs, [P, 1]."""
-        return Conjugate.apply(
-            by_token,
-            lambda values: values.flatten()[self.order][:, None],
-            lambda gradient: gradient.flatten()[self.back].view(-1, self.chosen),
-        )
+EXPANDS_ON_FOLD = Layout((("expert", 0), ("ex", 1), ("y", 2), ("ez", 1)))
+"""How the weights of gate and up rest on a folded grid: experts over expert, hidden units over ex and ez."""
+CONTRACTS_ON_FOLD = Layout((("expert", 0), ("ex", 2), ("y", 1), ("ez", 1)))
+"""How the weight of down rests on a folded grid."""
+PRODUCT_ON_FOLD = Layout.activation(("edata", "ez"), ("ex", "y"))
+"""How the products of experts are cut on a folded grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,45 +71,50 @@ class ExpertFactor:
     """The weights of all experts that read the same rows, for the pairs of one half of a batch."""
 
     group: ParamGroup
-    pairs: Pairs
-    per_token: Literal["input", "output"]
-    """Which side has tokens: Expand picks the rows of its pairs, Contract adds pairs up to tokens."""
+    ends: Tensor
+    """Where the rows of each expert end."""
     keep_weights: bool
+    pairs: Pairs | None = None
+    """The pairs of the tokens that one side has; None if both sides have pairs."""
+    per_token: Literal["input", "output", "neither"] = "neither"
+    """Which side has tokens: Expand picks the rows of its pairs, Contract adds pairs up to tokens."""
 
     def multiplying(self, equation: str) -> AbstractContextManager[object]:
         return self.group.grid.ledger.multiplying(f"{equation} {self.group.label}")
 
     def multiply(self, a: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return E1: the outputs of all weights side by side."""
-        first = self.pairs.pick(a) if self.per_token == "input" else a
-        outs = [kernels.grouped(first, w.transpose(1, 2), self.pairs.ends) for w in weights]
+        first = self._of_pairs(a, "input")
+        outs = [kernels.grouped(first, w.transpose(1, 2), self.ends) for w in weights]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-        return self.pairs.combine(out) if self.per_token == "output" else out
+        return self._of_tokens(out, "output")
 
     def multiply_back(self, dout: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return E2, the gradient of the input."""
-        parts = self._of_pairs(dout).split([w.shape[1] for w in weights], dim=1)
-        da = kernels.grouped(parts[0].contiguous(), weights[0], self.pairs.ends)
+        parts = self._of_pairs(dout, "output").split([w.shape[1] for w in weights], dim=1)
+        da = kernels.grouped(parts[0].contiguous(), weights[0], self.ends)
         for part, w in zip(parts[1:], weights[1:], strict=True):
-            da += kernels.grouped(part.contiguous(), w, self.pairs.ends)
-        return self.pairs.combine(da) if self.per_token == "input" else da
+            da += kernels.grouped(part.contiguous(), w, self.ends)
+        return self._of_tokens(da, "input")
 
     def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int, during: ForwardPass) -> None:
         """Add E3 of one of `turns` halves."""
-        whole = a.wait()
-        first = self.pairs.pick(whole) if self.per_token == "input" else whole
+        first = self._of_pairs(a.wait(), "input")
         width = dout.shape[1] // len(self.group.members)
-        parts, found = self._of_pairs(dout).split(width, dim=1), []
+        parts, found = self._of_pairs(dout, "output").split(width, dim=1), []
         for member, part in zip(self.group.members, parts, strict=True):
             if member.parameter.requires_grad:
                 with self.multiplying("E3"):
-                    found.append(kernels.grouped_weights(part.contiguous(), first, self.pairs.ends))
+                    found.append(kernels.grouped_weights(part.contiguous(), first, self.ends))
             else:
                 found.append(None)
         add_gradients(self.group, found, turns, during)
 
-    def _of_pairs(self, dout: Tensor) -> Tensor:
-        return self.pairs.pick(dout) if self.per_token == "output" else dout
+    def _of_pairs(self, rows: Tensor, side: str) -> Tensor:
+        return rows if self.pairs is None or self.per_token != side else self.pairs.pick(rows)
+
+    def _of_tokens(self, rows: Tensor, side: str) -> Tensor:
+        return rows if self.pairs is None or self.per_token != side else self.pairs.combine(rows)
 
 
 class ExpertProduct(torch.autograd.Function):
@@ -145,7 +122,7 @@ class ExpertProduct(torch.autograd.Function):
 
         Expand     a [m, k], out [P, sum p] {sum s}       E1   out = pick(a)_e w_e^T         w gathered over z
         Contract   a [P, k], out [m, p] {sum s}           E2   da  = dout_e w_e              w gathered over z again
-                                                          E3   dw_e = dout_e^T a_e           reduce-scattered over z
+        on a fold  a [R, k], out [R, sum p] {sum s}       E3   dw_e = dout_e^T a_e           reduce-scattered over z
 
     Picking the rows of pairs and adding pairs up to tokens are each other's backward. For backward it keeps `kept`, the
     tensor that `a` was gathered from, and `reread` gathers `a` again, behind E2.
@@ -184,6 +161,28 @@ class ExpertProduct(torch.autograd.Function):
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
+class Returning(NamedTuple):
+    """What experts on a fold have computed, before it goes back to the tokens."""
+
+    dispatch: Dispatch
+    rows: Tensor
+    """Their outputs, [R, k/y] {sum ex}."""
+    shared: Tensor | None
+    """The output of the MLP beside them, before it leaves."""
+
+
+class Leaving(NamedTuple):
+    """Outputs of experts on their way back to the tokens."""
+
+    dispatch: Dispatch
+    rows: AsyncResult | Ready
+    shared: AsyncResult | Ready | None
+
+    def wait(self) -> Tensor:
+        out = all_rows(self.dispatch.site, self.dispatch.combine(self.rows.wait()))
+        return out if self.shared is None else out + self.shared.wait()
+
+
 class MoE(Layer):
     """A mixture of gated experts, and optionally an MLP beside them that all tokens go through."""
 
@@ -202,17 +201,25 @@ class MoE(Layer):
         """`hidden` are the hidden units of an expert, `shared_hidden` those of the MLP beside; 0 for none."""
         super().__init__(grid, policy)
         self.features, self.hidden, self.routing = features, hidden, routing
+        self.folded = folded = grid.shape.folded
+        """Whether tokens are sent to their experts."""
+        across = "ex" if folded else "x"
         require_divisible(self, "features", features, ("y",))
-        require_divisible(self, "hidden", hidden, ("x", "y") if policy.activations == "sharded" else ("x",))
+        require_divisible(self, "hidden", hidden, (across, "y") if policy.activations == "sharded" else (across,))
+        self.width = hidden // grid.size(across)
+        """The hidden units of an expert on this rank, before they are cut over y."""
         self.router = Router(grid, policy, features, routing, init=init)
+        expands, contracts = (EXPANDS_ON_FOLD, CONTRACTS_ON_FOLD) if folded else (EXPANDS, CONTRACTS)
+        product = PRODUCT_ON_FOLD if folded else PRODUCT
         for name, spec in (
-            ("gate", Spec((routing.experts, hidden, features), EXPANDS, PRODUCT, init)),
-            ("up", Spec((routing.experts, hidden, features), EXPANDS, PRODUCT, init)),
-            ("down", Spec((routing.experts, features, hidden), CONTRACTS, PRODUCT, out_init)),
+            ("gate", Spec((routing.experts, hidden, features), expands, product, init)),
+            ("up", Spec((routing.experts, hidden, features), expands, product, init)),
+            ("down", Spec((routing.experts, features, hidden), contracts, product, out_init)),
         ):
             self.declare(name, spec)
         self.load: Tensor | None = None
-        """How many tokens of this place each expert has had, [E], since somebody set it to None."""
+        """How many pairs each expert has had, [E], since somebody set it to None: those of this place's tokens, or on a
+        folded grid of the tokens that this rank sends."""
         self.shared = None
         if shared_hidden:
             both: Any = dict(kind="swiglu", bias=False, init=init, out_init=out_init)
@@ -221,12 +228,16 @@ class MoE(Layer):
     def forward(self, a: Tensor, tokens: int) -> Tensor:
         return self.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
 
-    def leave(self, out: Tensor, tokens: int) -> AsyncResult | Ready:
+    def leave(self, out: Tensor | Returning, tokens: int) -> AsyncResult | Ready | Leaving:
         """Bring the result of `turns` to rest."""
-        return leave(out, self.site(tokens))
+        site = self.site(tokens)
+        if isinstance(out, Tensor):
+            return leave(out, site)
+        beside = None if out.shared is None or self.shared is None else self.shared.down.leave(out.shared, tokens)
+        return Leaving(out.dispatch, out.dispatch.returning(out.rows), beside)
 
-    def turns(self, a: Tensor, tokens: int, sequences: Sequences | None = None) -> Turns[Tensor]:
-        """Compute everything up to `leave`, [m/(zx), k/y] -> [m/z, k/y] {sum x}.
+    def turns(self, a: Tensor, tokens: int, sequences: Sequences | None = None) -> Turns[Tensor | Returning]:
+        """Compute everything up to `leave`, [m/(zx), k/y] -> [m/z, k/y] {sum x}, or what experts on a fold return.
 
         The router's own losses count if it is told which tokens make a sequence.
         """
@@ -236,43 +247,78 @@ class MoE(Layer):
             raise wrong_rows(a, site)
         term = None if sequences is None else BalanceTerm(self.routing, sequences, site)
         scores, ids = self.router(a, site, term)
+        if self.folded:
+            return (yield from self._sent(a, scores, ids, site, term))
         entering, choosing = enter(a, site), enter_choice(scores, ids, site)
         if entering.travels:
             yield
         whole = entering.wait()
         scores, ids = choosing.wait().split(self.routing.chosen, dim=1)
-        ids = ids.detach().long()
+        pairs = self._count(ids.detach().long(), term)
+        rereads = entering.travels and site.sharded and not self.policy.keep_gathered
+        again = (a, site.gather_tokens) if rereads else None
+        out = self._product(("gate", "up"), whole, pairs.ends, again, pairs, "input")
+        hidden = yield from self._hidden(out, pairs.sort(scores), site)
+        out = self._product(("down",), hidden[0], pairs.ends, hidden[1], pairs, "output")
+        return out if self.shared is None else out + (yield from self.shared.turns(a, tokens))
+
+    def _sent(
+        self, a: Tensor, scores: Tensor, ids: Tensor, site: OpContext, term: BalanceTerm | None
+    ) -> Turns[Returning]:
+        """Send tokens to their experts and compute these; the MLP beside them runs while the tokens travel."""
+        if term is not None:
+            term.count(site.gather_tokens(ids).wait() if site.sharded and site.x > 1 else ids)
+        if site.sharded and site.y > 1:  # every rank along y multiplies its own hidden units by p
+            scores = Conjugate.apply(scores, torch.clone, lambda owed: site.sum_y(owed.contiguous()).wait())
+        experts = self.routing.experts
+        dispatch = Dispatch(self._count(own_rows(site, ids), None, site), experts, site)
+        land = yield from dispatch.turns(own_rows(site, a), own_rows(site, scores))
+        shared = None if self.shared is None else (yield from self.shared.turns(a, site.tokens))
+        yield
+        rows, p = land()
+        hidden = yield from self._hidden(self._product(("gate", "up"), rows, dispatch.ends), p, site)
+        out = self._product(("down",), hidden[0], dispatch.ends, hidden[1])
+        return Returning(dispatch, out, shared)
+
+    def _count(self, ids: Tensor, term: BalanceTerm | None, rest: OpContext | None = None) -> Pairs:
+        """Return the pairs of these choices, and count them; at `rest` there may be padding, which does not count."""
         pairs = Pairs(ids, self.routing.experts)
         if term is not None:
             term.count(ids)
         if not self.engine.recomputing:
-            had = torch.diff(pairs.ends, prepend=pairs.ends.new_zeros(1)).long()
+            had = pairs.counts if rest is None else self._counts_at_rest(ids, rest)
             self.load = had if self.load is None else self.load.add_(had)
-        rereads = entering.travels and site.sharded and not self.policy.keep_gathered
-        out = self._product("input", pairs, ("gate", "up"), whole, (a, site.gather_tokens) if rereads else None)
-        width = self.hidden // site.x
-        spreading = spread(out, site, [width, width])
+        return pairs
+
+    def _counts_at_rest(self, ids: Tensor, site: OpContext) -> Tensor:
+        first = self.grid.coords["x"] * site.rows_at_rest if site.sharded else 0
+        counted = ids[: max(0, site.tokens - first)].flatten()
+        counts = torch.zeros(self.routing.experts, dtype=torch.long, device=ids.device)
+        return counts.index_add_(0, counted, torch.ones_like(counted))
+
+    def _hidden(self, out: Tensor, p: Tensor, site: OpContext) -> Turns[tuple[Tensor, tuple[Tensor, Body] | None]]:
+        """Return h = silu(gate) up p of each pair, whole over y, and how backward makes it whole again."""
+        spreading = spread(out, site, [self.width, self.width])
         yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
-        hidden = kernels.region(kernels.swiglu, a, compiled=self.policy.compile)(spreading.wait())
-        hidden = hidden * pairs.sort(scores).to(hidden.dtype)
-        collecting = collect(hidden, site, width)
+        hidden = kernels.region(kernels.swiglu, out, compiled=self.policy.compile)(spreading.wait())
+        hidden = hidden * p.to(hidden.dtype)
+        collecting = collect(hidden, site, self.width)
         if collecting.travels:
             yield
         rereads = collecting.travels and site.sharded and not self.policy.keep_gathered
-        again = (hidden, partial(site.gather_features, widths=[width])) if rereads else None
-        found = self._product("output", pairs, ("down",), collecting.wait(), again)
-        return found if self.shared is None else found + (yield from self.shared.turns(a, tokens))
+        return collecting.wait(), (hidden, partial(site.gather_features, widths=[self.width])) if rereads else None
 
     def _product(
         self,
-        per_token: Literal["input", "output"],
-        pairs: Pairs,
         names: tuple[str, ...],
         a: Tensor,
-        again: tuple[Tensor, Body] | None,
+        ends: Tensor,
+        again: tuple[Tensor, Body] | None = None,
+        pairs: Pairs | None = None,
+        per_token: Literal["input", "output", "neither"] = "neither",
     ) -> Tensor:
         """Run the product of these weights; `again` says from what and how backward gathers the input again."""
         keep = keeps_weights(self, self.member(names[0]))
-        factor = ExpertFactor(self.group(*names), pairs, per_token, keep)
+        factor = ExpertFactor(self.group(*names), ends, keep, pairs, per_token)
         kept, reread = (a, identity) if again is None else again
         return ExpertProduct.apply(factor, reread, a, kept.detach(), *(getattr(self, name) for name in names))

@@ -63,7 +63,7 @@ class PlannedReduction:
     nbytes: int
     made: int
     """The bytes that backward allocated for the gradients, in a rehearsal of memory."""
-    dtype: object = None
+    alike: object = None
 
     def launch(self, *behind: PlannedReduction) -> Sequence[Awaited[None]]:
         together = [self, *behind]

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast, get_type_hints
 import torch
 
 from fourfold import models
-from fourfold.axes import AXES, AXIS_MEANINGS, CONTEXT, PIPE
+from fourfold.axes import AXES, AXIS_MEANINGS, FOLD_SIZES, GIVEN_BESIDES, PIPE
 from fourfold.errors import nearest
 from fourfold.grid import Shape
 from fourfold.job import START_SECONDS
@@ -149,11 +149,16 @@ class GridKeys:
     """
 
     context: int
+    expert: int
+    ex: int
+    ez: int
     order: tuple[str, ...]
     """The axes in which consecutive ranks differ, fastest-varying first. The planner may change the default order."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, **dict.fromkeys((*AXES, CONTEXT), 1))
+        require_at_least(self, **dict.fromkeys((*AXES, *GIVEN_BESIDES), 1))
+        if self.auto and (folds := [f"{name}={getattr(self, name)}" for name in FOLD_SIZES if getattr(self, name) > 1]):
+            raise ValueError(f"{', '.join(folds)} needs a grid to fold, such as --grid z=4,expert=4")
         if self.auto and self.context > 1:
             raise ValueError(
                 f"context={self.context} needs a grid whose z and data it divides, such as "
@@ -167,14 +172,14 @@ class GridKeys:
     @property
     def shape(self) -> Shape:
         sizes = {axis: getattr(self, axis) or 1 for axis in AXES}
-        return Shape(**sizes, order=self.order, context=1 if self.auto else self.context)
+        return Shape(**sizes, **{name: getattr(self, name) for name in GIVEN_BESIDES}, order=self.order)
 
 
 GridSection = make_dataclass(
     "GridSection",
     [
         *((axis, int | None, field(default=None, metadata={MEANING: _axis_text(axis)})) for axis in AXES),
-        (CONTEXT, int, field(default=1, metadata={MEANING: _axis_text(CONTEXT)})),
+        *((name, int, field(default=1, metadata={MEANING: _axis_text(name)})) for name in GIVEN_BESIDES),
         ("order", tuple[Literal[AXES], ...], AXES),  # type: ignore[valid-type]
     ],
     bases=(GridKeys,),
@@ -772,7 +777,7 @@ def read_config(
     if forget_grid and isinstance(table.get("grid"), dict):
         if forget_stages and (table["grid"].get(PIPE) or 1) != dict(changes).get(f"grid.{PIPE}", 1):
             table.pop("pipeline", None)
-        table["grid"] = {key: value for key, value in table["grid"].items() if key not in (*AXES, CONTEXT)}
+        table["grid"] = {key: value for key, value in table["grid"].items() if key not in (*AXES, *GIVEN_BESIDES)}
     for key, value in changes:
         _put(table, key, value)
     with naming("" if path is None else str(path)):

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fourfold import comm
-from fourfold.axes import PIPE, REPLICA
+from fourfold.axes import CUTS, FOLD, PIPE
 from fourfold.checkpoint.training_state import LocalShards
 from fourfold.errors import ReplicasDifferError
 from fourfold.grid import Grid, Shape
@@ -182,11 +182,14 @@ def check_replicas(shards: LocalShards, grid: Grid, copies: Copies | None = None
     """Raise on all ranks if the tensors of some rank differ from those of its replicas, or two copies on pipe ranks."""
     groups: list[tuple[Sequence[int], Sequence[int]]] = []
     with grid.ledger.not_counted():  # the check belongs to no step, and the planner predicts steps
-        if grid.size(REPLICA) > 1:
-            # a count of steps may be on the host, and all sums are added up on the device
-            held = [shard.local.to(grid.device) for shard in shards.values() if REPLICA not in shard.storage.axes]
-            sums = comm.all_gather(checksum(held).view(1), grid, REPLICA, label="checksums").wait().tolist()
-            groups.append((grid.shape.ranks_along(REPLICA, grid.rank), sums))
+        for view in (CUTS, FOLD) if grid.shape.folded else (CUTS,):
+            replicas = view[-1]
+            if grid.size(replicas) > 1:
+                of_view = [shard for shard in shards.values() if shard.storage.view is view]
+                # a count of steps may be on the host, and all sums are added up on the device
+                held = [shard.local.to(grid.device) for shard in of_view if replicas not in shard.storage.axes]
+                sums = comm.all_gather(checksum(held).view(1), grid, replicas, label="checksums").wait().tolist()
+                groups.append((grid.shape.ranks_along(replicas, grid.rank), sums))
         if copies is not None:
             held = [shard.local.to(grid.device) for name, shard in shards.items() if copies.name in name]
             line = torch.zeros(grid.size(PIPE), dtype=torch.int64, device=grid.device)

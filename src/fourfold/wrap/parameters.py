@@ -348,10 +348,9 @@ def _copy_of_shard(whole: Tensor, spec: Spec, grid: Grid) -> Tensor:
 
 def join_shards(given: DTensor, grid: Grid) -> Tensor:
     """Gather a tensor of a state dict, on this grid's mesh or on another; the ledger does not count it."""
-    if given.device_mesh != grid.mesh:
+    if given.device_mesh not in (grid.mesh, grid.fold_mesh):
         return given.full_tensor()
-    layout = Layout.of(given.placements)
-    return comm.join(local_of(given.detach()), layout, given.shape, grid, counted=False)
+    return comm.join(local_of(given.detach()), Layout.of(given), given.shape, grid, counted=False)
 
 
 def whole_tensors(model: nn.Module, kind: str = "parameter") -> dict[str, Tensor]:
@@ -383,7 +382,7 @@ def whole_tensors(model: nn.Module, kind: str = "parameter") -> dict[str, Tensor
 def _shard(value: Tensor) -> tuple[Tensor, Layout, Size]:
     """Return this rank's shard of a tensor in a state dict, the layout that cut it, and the global shape."""
     if isinstance(value, DTensor):
-        return local_of(value.detach()), Layout.of(value.placements), value.shape
+        return local_of(value.detach()), Layout.of(value), value.shape
     return value, Layout(), value.shape
 
 

@@ -1,0 +1,271 @@
+"""Experts on a folded grid: tokens travel to them, and everything equals one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import checkpoints
+import fourfold as ff
+from fourfold.nn.dispatch import Dispatch, Pairs
+from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
+from fourfold.policy import Overlap, Policy
+from fourfold.shape import Shape
+from harness import grid_of, join_shards
+from mixtures import batch, expected, mixture, step_on
+from parity import Case, Options, errors, on_one_process, on_ranks
+from share import others_slow
+
+CASES = [
+    Case(shape, mode, Options(experts=True, **options))
+    for shape, mode, options in (
+        (Shape(z=2, expert=2), "sharded", {}),
+        (Shape(z=4, expert=2, ez=2), "sharded", dict(halves=True)),
+        (Shape(x=2, z=2, expert=4), "sharded", dict(odd_tokens=True)),
+        (Shape(x=2, z=2, ex=2, ez=2), "sharded", dict(few_kv_heads=True)),
+        (Shape(x=2, data=2, expert=2), "replicated", dict(odd_tokens=True)),
+        (Shape(y=2, z=2, expert=2), "sharded", dict(keep_gathered=True, keep_weights=True)),
+        (Shape(x=2, y=2, z=2, expert=2, ex=2), "sharded", dict(halves=True, accumulate=True)),
+        (Shape(z=4, ez=4), "sharded", dict(masked=True)),
+        (Shape(data=4, expert=4), "sharded", dict(odd_tokens=True)),
+        (Shape(x=4, expert=2, ex=2), "replicated", {}),
+        (Shape(y=2, z=2, data=2, expert=2, ez=2), "replicated", dict(accumulate=True)),
+        (Shape(z=4, data=2, expert=2, ex=2, ez=2), "sharded", dict(qk_norm=True)),
+    )
+]
+
+
+@pytest.mark.parametrize("case", others_slow(CASES, 3), ids=str)
+def test_a_mixture_on_a_fold_equals_one_process(ranks, case: Case) -> None:
+    pool = ranks(case.shape.world)
+    pool.start(on_ranks, case)
+    one = on_one_process(case)
+    found = errors(case, one, pool.results())
+    assert {kind: error for kind, error in found.items() if error > 1e-10} == {}
+
+
+def test_the_fold_numbers_ranks_as_the_design_says() -> None:
+    shape = Shape(x=2, z=4, data=2, pipe=2, context=4, expert=4, ez=2)
+    assert shape.world == 32
+    assert shape.coords(13) == dict(x=1, y=0, z=2, data=1, pipe=0)
+    assert (shape.place(13), shape.row_place(13), shape.member(13)) == (6, 1, 2)
+    assert shape.fold_coords(13) == dict(expert=1, ex=0, ez=1, edata=1)
+    assert shape.edata == 2
+    assert [shape.strides(axis) for axis in ("expert", "ez", "edata")] == [[(1, 4)], [(4, 2)], [(8, 2)]]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(x=3, y=2, z=2, data=2, pipe=2, expert=3, ex=2),
+        Shape(x=2, y=2, z=2, expert=2, ez=2, order=("z", "y", "x", "data")),
+        Shape(x=2, z=3, data=2, expert=6, order=("x", "pipe", "z", "y", "data")),
+    ],
+    ids=str,
+)
+def test_every_rank_has_one_place_in_a_fold(shape: Shape) -> None:
+    mesh = shape.fold_mesh_ranks()
+    assert sorted(mesh.flatten().tolist()) == list(range(shape.world))
+    for rank in range(shape.world):
+        here = {**shape.coords(rank), **shape.fold_coords(rank)}
+        assert shape.rank_in_fold(here) == rank
+        for axis in ("expert", "ex", "ez", "edata"):
+            group = shape.ranks_along(axis, rank)
+            assert group[here[axis]] == rank
+            assert len({(shape.coords(one)["y"], shape.coords(one)["pipe"]) for one in group}) == 1
+
+
+# --- with everything that cuts the work of a step
+
+STEPS: list[tuple[Shape, dict[str, Any], int]] = [
+    (Shape(x=2, z=2, expert=2, ez=2), dict(overlap=Overlap(halves=2), recompute="block"), 1),
+    (Shape(z=2, pipe=2, expert=2), dict(schedule="zb-h1"), 4),
+    (Shape(y=2, z=2, expert=2), dict(activations="replicated", compile=True), 1),
+    (Shape(z=2, data=2, expert=4), dict(recompute="attention"), 2),
+    (Shape(x=2, pipe=2, ex=2), dict(gather_weights="step"), 2),
+    (Shape(data=4, expert=2, ez=2), dict(keep_weights=True), 2),
+    (Shape(x=4, expert=4), {}, 1),
+]
+
+
+@pytest.mark.parametrize("step", others_slow(STEPS, 3), ids=lambda step: str(step[0]))
+def test_a_step_on_a_fold_has_the_losses_and_gradients_of_their_definition(ranks, step) -> None:
+    config = mixture(aux=0.5, z_loss=0.1, tied=False, shared_hidden=24)
+    loss, gradients = expected(config)
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for found, grads, load in ranks(4).run(step_on, *step, config):
+        assert abs(found - loss) < 1e-12
+        worst = max(float((grads[name] - gradients[name]).abs().max()) for name in grads)
+        assert worst / scale < 1e-12
+        assert [sum(layer) for layer in load] == [8 * 12 * config.top_k] * 2
+
+
+@pytest.mark.parametrize(
+    "shape", others_slow([Shape(z=2, context=2, expert=2), Shape(z=4, context=4, ez=2, expert=2)], 2)
+)
+def test_a_fold_may_lie_over_a_context_group(ranks, shape: Shape) -> None:
+    config = mixture(dense_layers=1)
+    loss, gradients, _ = step_on(Shape(), {}, 1, config)
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for found, grads, _ in ranks(shape.world).run(step_on, shape, {}, 1, config):
+        assert abs(found - loss) < 1e-12
+        assert max(float((grads[name] - gradients[name]).abs().max()) for name in grads) / scale < 1e-12
+
+
+def trained(shape: Shape, shard_optimizer: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Take three clipped steps; return norms, losses, and the parameters."""
+    grid = grid_of(shape)
+    model = ff.models.build(
+        mixture(), grid, policy=Policy(shard_optimizer=shard_optimizer), dtype=torch.float64, seed=5
+    )
+    optimizer = ff.optim.AdamW(model, lr=1e-2)
+    tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
+    norms, losses = [], []
+    for _ in range(3):
+        loss = model(tokens, targets)
+        loss.backward()
+        assert float(ff.clip_grad_norm_(model.parameters(), 1e9)) == pytest.approx(
+            float(optimizer.clip_and_step(0.1).norm), rel=1e-12
+        )
+        norms.append(float(ff.clip_grad_norm_(model.parameters(), 1e9)))
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    specs = specs_of(model)
+    whole = {name: join_shards(local_of(p), specs[name], grid) for name, p in model.named_parameters()}
+    return norms, losses, whole
+
+
+FOLDS = [
+    (Shape(z=4, expert=4), True),
+    (Shape(x=2, z=2, expert=2), True),
+    (Shape(x=2, z=2, expert=2), False),
+    (Shape(data=4, expert=2), True),
+    (Shape(y=2, data=2, expert=2), False),
+    (Shape(x=2, data=2, ex=2), True),
+    (Shape(z=2, data=2, ez=4), False),
+]
+
+
+@pytest.mark.parametrize("fold", others_slow(FOLDS, 3), ids=str)
+def test_norms_and_clipped_steps_on_a_fold_equal_one_process(ranks, fold: tuple[Shape, bool]) -> None:
+    shape, shard_optimizer = fold
+    norms, losses, whole = trained(Shape(), False)
+    for found in ranks(shape.world).run(trained, shape, shard_optimizer):
+        assert found[0] == pytest.approx(norms, rel=1e-12)
+        assert found[1] == pytest.approx(losses, rel=1e-12)
+        assert max(float((found[2][name] - whole[name]).abs().max()) for name in whole) < 1e-12
+
+
+# --- checkpoints
+
+PAIRS = [
+    ((Shape(x=2, z=2), True), (Shape(z=4, expert=2, ez=2), True)),
+    ((Shape(z=4, expert=4), True), (Shape(x=2, data=2, expert=2), False)),
+    ((Shape(data=4, expert=2), True), (Shape(x=2, z=2, ex=2), True)),
+    ((Shape(x=2, z=2, expert=2, ex=2), False), (Shape(y=2, z=2), True)),
+]
+
+
+@pytest.mark.parametrize("pair", others_slow(PAIRS, 2), ids=str)
+def test_a_checkpoint_of_a_fold_loads_on_other_folds(ranks, tmp_path: Path, pair) -> None:
+    saved, loaded = pair
+    kept = ranks(4).run(checkpoints.trained, tmp_path, "moe-tiny", *saved, 3, 2)[0]
+    folder = next(path for path in sorted(tmp_path.iterdir()) if path.is_dir())
+    again = ranks(4).run(checkpoints.resumed, folder, "moe-tiny", *loaded, 3)[0]
+    assert again["losses"][-1] == pytest.approx(kept["losses"][-1], abs=1e-12)
+
+
+# --- bytes
+
+
+CHOICES = [[0, 1], [0, 2], [3, 1], [2, 3]]
+
+
+def send_and_return() -> tuple[int, int, list[int]]:
+    """Send four tokens of eight features to four experts on two ranks, and what they are, doubled, back.
+
+    Returns the bytes that went out and came back besides counts, and where the rows of each expert end.
+    """
+    grid = grid_of(Shape(z=2, expert=2))
+    site = ff.models.build(mixture(), grid, seed=5).layers[0].mlp.site(4)
+    a = torch.arange(32.0).view(4, 8) + 100 * grid.rank
+    scores = torch.tensor([[0.5, 0.25]]).expand(4, 2)
+    dispatch = Dispatch(Pairs(torch.tensor(CHOICES), 4), 4, site)
+    before = grid.ledger.wire_bytes["expert"]
+    rows, p = site.engine.alone(dispatch.turns(a, scores))()
+    out = grid.ledger.wire_bytes["expert"] - before - 2 * 8  # counts of two experts elsewhere
+    found = dispatch.combine(dispatch.returning(2 * rows * p).wait())
+    assert torch.equal(found, 1.5 * a)
+    return out, grid.ledger.wire_bytes["expert"] - before - 2 * 8 - out, dispatch.ends.tolist()
+
+
+def test_four_of_eight_pairs_leave_a_rank_with_their_scores_and_come_back(ranks) -> None:
+    first, second = ranks(2).run(send_and_return)
+    assert first == (4 * (8 * 4 + 4), 4 * 8 * 4, [4, 8])  # experts 0 and 1, two pairs of each rank for each
+    assert second == first
+
+
+def sent_in_a_step(shape: Shape) -> list[dict[str, Any]]:
+    """Return, for each pass through the one mixture, what was sent over expert and how many pairs had to be."""
+    grid, plans = grid_of(shape), []
+    model = ff.models.build(mixture(layers=1), grid, dtype=torch.float64, seed=5)
+    tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
+    plan = Dispatch._plan
+
+    def noting(self: Dispatch, counts: Any) -> None:
+        plan(self, counts)
+        plans.append(self)
+
+    with mock.patch.object(Dispatch, "_plan", noting):
+        before = grid.ledger.wire_bytes["expert"]
+        loss = model(tokens, targets)
+        there = grid.ledger.wire_bytes["expert"] - before
+        loss.backward()
+    (dispatch,) = plans
+    own = grid.coords["expert"]
+    out, back = (sum(rows) - rows[own] for rows in (dispatch.sent, dispatch.taken))
+    return [
+        dict(forward=there, backward=grid.ledger.wire_bytes["expert"] - before - there),
+        dict(out=out, back=back, elsewhere=5 - dispatch.own, width=24 // shape.y),
+    ]
+
+
+@pytest.mark.parametrize("shape", others_slow([Shape(x=2, z=2, expert=4), Shape(y=2, z=2, expert=2)], 2), ids=str)
+def test_the_bytes_of_dispatch_and_combine_follow_from_the_counts(ranks, shape: Shape) -> None:
+    for measured, counted in ranks(shape.world).run(sent_in_a_step, shape):
+        out, back, row = counted["out"], counted["back"], 8 * counted["width"]
+        assert out
+        assert measured["forward"] == out * (row + 8) + back * row + 8 * counted["elsewhere"]
+        assert measured["backward"] == back * (row + 8) + out * row
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(z=2, expert=4), r"expert\*ex\*ez = 4\*1\*1 = 4 does not divide x\*z\*data = 2"),
+        (dict(y=4, expert=2), r"expert\*ex\*ez = 2\*1\*1 = 2 does not divide x\*z\*data = 1"),
+        (dict(z=2, ez=0), "ez=0: the size of an axis is a whole number"),
+    ],
+)
+def test_folds_that_do_not_divide_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Shape(**sizes)
+
+
+def folded_without_experts() -> None:
+    with pytest.raises(ValueError, match="is folded for experts, and the model has none; leave out expert"):
+        ff.models.build("gpt-tiny", grid_of(Shape(z=2, expert=2)))
+    with pytest.raises(ValueError, match="expert_hidden=25 is not divisible by ex=2"):
+        ff.models.build(mixture(expert_hidden=25), grid_of(Shape(z=2, ex=2)), policy=Policy(activations="replicated"))
+
+
+def test_folds_that_do_not_fit_a_model_are_refused(ranks) -> None:
+    ranks(2).run(folded_without_experts)
