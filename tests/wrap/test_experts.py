@@ -74,14 +74,14 @@ STEPS: list[Step] = [
     ("qwen3-moe", Shape(x=2, data=2), {}, 2, 11),  # a place has 11 tokens
     ("mixtral", Shape(z=2, data=2), dict(keep_weights=True), 8, 12),
     ("qwen3-moe", Shape(x=2, z=2), {}, 8, 12),
-    *(
-        (name, Shape(**{axis: 2}), {}, 8, 12)
-        for axis, name in (("x", "mixtral"), ("y", "mixtral"), ("z", "qwen3-moe"), ("data", "qwen3-moe"))
-    ),
+]
+ALONG_ONE_AXIS = [
+    pytest.param((name, Shape(**{axis: 2}), {}, 8, 12), marks=pytest.mark.slow)
+    for axis, name in (("x", "mixtral"), ("y", "mixtral"), ("z", "qwen3-moe"), ("data", "qwen3-moe"))
 ]
 
 
-@pytest.mark.parametrize("step", others_slow(STEPS, 3), ids=lambda step: f"{step[0]} {step[1]}")
+@pytest.mark.parametrize("step", [*others_slow(STEPS, 3), *ALONG_ONE_AXIS], ids=lambda step: f"{step[0]} {step[1]}")
 def test_experts_on_a_grid_equal_the_plain_model(ranks, step: Step) -> None:
     name, shape, _, rows, seq = step
     pool = ranks(shape.world)
@@ -89,7 +89,7 @@ def test_experts_on_a_grid_equal_the_plain_model(ranks, step: Step) -> None:
     loss, gradients = alone(name, rows, seq)
     scale = max(float(gradient.abs().max()) for gradient in gradients.values())
     whole = sum(gradient.numel() for name, gradient in gradients.items() if name.startswith("model.layers.1.mlp.exp"))
-    for found in pool.results(120):
+    for found in pool.results(150):
         assert found["adapter"] == "ExpertsAdapter"
         assert found["held"] == whole // (shape.x * shape.y * shape.z)
         assert abs(found["loss"] - loss) < 1e-10 * abs(loss)
@@ -102,7 +102,7 @@ def test_experts_on_a_grid_equal_the_plain_model(ranks, step: Step) -> None:
 def test_weights_of_experts_do_not_travel_over_x(ranks) -> None:
     """Only the tokens do: 96 of the 2 places along z with 48 features, and the gradient of how much 2 experts count."""
     stream, counts = 8 * 48 * 12 * 8 // 2, 8 * 2 * 12 * 8 // 2
-    for found in ranks(4).run(on_ranks, "mixtral", Shape(x=2, z=2), {}, 8, 12, timeout=120):
+    for found in ranks(4).run(on_ranks, "mixtral", Shape(x=2, z=2), {}, 8, 12, timeout=150):
         forward = [("all_gather", stream), ("reduce_scatter", stream)]
         backward = [("all_gather", stream), ("all_gather", stream), ("all_reduce", counts), ("reduce_scatter", stream)]
         assert sorted(found["over x"]) == sorted(forward + backward)
@@ -214,6 +214,14 @@ def test_a_plan_may_name_them_and_they_must_be_what_it_says() -> None:
     with pytest.raises(ValueError, match=r"experts \(Experts\): ExpertsParallel\(\) is for modules with gated experts"):
         ff.parallelize(Block(Experts("clamped")), grid, plan={"experts": ExpertsParallel()})
     assert "its structure is not known (Experts)" in ff.explain(ff.parallelize(Block(Experts("clamped")), grid))
+
+
+def test_the_plan_of_transformers_is_understood() -> None:
+    """It names the weights of experts too, which a module that the plan does not name may not have."""
+    model = ff.parallelize(build("mixtral"), grid_of(Shape()), plan=build("mixtral").tp_plan)
+    assert "plan: 'model.layers.*.mlp.experts'" in ff.explain(model)
+    with pytest.raises(ValueError, match=r"'experts.down_proj' matches no module"):
+        ff.parallelize(Block(Experts()), grid_of(Shape()), plan={"experts.down_proj": "rowwise"})
 
 
 def width_that_does_not_divide() -> str:

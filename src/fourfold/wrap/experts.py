@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from fourfold import kernels
 from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Spec
+from fourfold.nn.dispatch import Pairs
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import keeps_weights
-from fourfold.nn.moe import CONTRACTS, EXPANDS, ExpertFactor, ExpertProduct, Pairs
+from fourfold.nn.moe import CONTRACTS, EXPANDS, ExpertFactor, ExpertProduct
 from fourfold.operators import Body, OpContext, collect, enter, identity, leave, spread
 from fourfold.policy import Policy
 from fourfold.wrap.adapters import LayerAdapter, LayerParameter, PlainSlice
@@ -91,7 +92,7 @@ class Experts(Layer):
     ) -> Tensor:
         """Run the product of these weights; backward gathers the input again from `kept` by `reread`."""
         keep = keeps_weights(self, self.member(names[0]))
-        factor = ExpertFactor(self.group(*names), pairs, per_token, keep)
+        factor = ExpertFactor(self.group(*names), pairs.ends, keep, pairs, per_token)
         return ExpertProduct.apply(factor, reread, a, kept.detach(), *(getattr(self, name) for name in names))
 
 

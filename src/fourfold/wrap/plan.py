@@ -151,15 +151,29 @@ class StyleChoice:
 
 
 def resolve(
-    plan: Mapping[str, ParallelStyle | str], names: Iterable[str], source: str, *, given: bool
+    plan: Mapping[str, ParallelStyle | str],
+    names: Iterable[str],
+    source: str,
+    *,
+    given: bool,
+    parameters: Iterable[str] = (),
 ) -> dict[str, StyleChoice]:
-    """Return the style of every module that the plan names; `source` is what the reason calls the plan."""
-    names = list(names)
+    """Return the style of every module that the plan names; `source` is what the reason calls the plan.
+
+    Transformers' plans also name parameters of modules with experts, `parameters` among them. The module's style, which
+    the plan must give as well, says how they are cut.
+    """
+    names, parameters = list(names), list(parameters)
     if not isinstance(plan, Mapping):
         raise ValueError(f"plan={plan!r}: a plan is a dict from names of modules to styles; give such a dict, or None")
     chosen: dict[str, StyleChoice] = {}
+    found = {key: matches(key, names) for key in plan}
+    named = {name for matching in found.values() for name in matching}
     for key, style in plan.items():
-        matching = matches(key, names)
+        matching = found[key]
+        owners = set() if matching else {name.rpartition(".")[0] for name in matches(key, parameters)}
+        if owners and owners <= named:
+            continue
         if not matching:
             # cutoff 0: always name the nearest module, however far
             near = get_close_matches(key, [pattern_of(name) for name in names], n=1, cutoff=0)
