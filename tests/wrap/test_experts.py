@@ -74,6 +74,7 @@ STEPS: list[Step] = [
     ("qwen3-moe", Shape(x=2, data=2), {}, 2, 11),  # a place has 11 tokens
     ("mixtral", Shape(z=2, data=2), dict(keep_weights=True), 8, 12),
     ("qwen3-moe", Shape(x=2, z=2), {}, 8, 12),
+    ("mixtral", Shape(x=2, z=2, expert=2), {}, 8, 12),  # tokens stay where they are all the same
 ]
 ALONG_ONE_AXIS = [
     pytest.param((name, Shape(**{axis: 2}), {}, 8, 12), marks=pytest.mark.slow)
