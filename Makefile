@@ -21,7 +21,7 @@ slow: .venv/installed
 # convolutional networks on many grids, models and loops as people write them, operations on parts in every way, checkpoints between every pair of grids, faults of
 # every kind at every phase of a run, a hundred
 # killed ranks, runs that are watched without faults and with (these need root), overlap bit
-# for bit over 20 steps, pipelines and contexts on every small grid, dry runs of the largest models, reports of a million steps, loss curves of 200 steps, then every
+# for bit over 20 steps, pipelines, contexts and folds on every small grid, dry runs of the largest models, reports of a million steps, loss curves of 200 steps, then every
 # grid with every combination of options, for days; SOAK_SECONDS=N stops these after about that long
 soak: .venv/installed
 	FOURFOLD_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'slow or not slow'
@@ -41,6 +41,7 @@ soak: .venv/installed
 	$(BIN)/python tests/core/soak_overlap.py
 	$(BIN)/python tests/pipeline/soak_pipeline.py
 	$(BIN)/python tests/context/soak_context.py
+	$(BIN)/python tests/nn/soak_fold.py
 	$(BIN)/python tests/planner/soak_dry.py
 	$(BIN)/python tests/report/soak_report.py
 	$(BIN)/python tests/train/soak_curves.py

@@ -21,7 +21,7 @@ ROWS, SEQ = 8, 8
 MODELS: dict[str, dict[str, Any]] = {
     "gpt-tiny": dict(layers=1, vocab=53, seq=SEQ),
     "llama-tiny": dict(layers=1, vocab=53, heads=8, kv_heads=4, head_dim=6),
-    "moe-tiny": dict(layers=1, vocab=53, heads=8, kv_heads=4, head_dim=6),
+    "moe-tiny": dict(layers=2, vocab=53, heads=8, kv_heads=4, head_dim=6, bias_rate=0.02),
 }
 SHAPES = [
     Shape(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional
 import fourfold as ff
 import plain
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 from fourfold.policy import Policy
 from fourfold.shape import Shape
 from harness import grid_of, join_shards
@@ -35,8 +38,9 @@ def step_on(
     model = ff.models.build(config, grid, policy=Policy(**policy), dtype=torch.float64, seed=5)
     tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
     parts = list(zip(tokens.chunk(micro_steps), targets.chunk(micro_steps), strict=True))
-    scale = 1.0 if shape.pipe > 1 else 3.0
-    if shape.pipe > 1:
+    scheduled = shape.pipe > 1 and micro_steps > 1
+    scale = 1.0 if scheduled else 3.0
+    if scheduled:
         loss = ff.forward_backward(model, parts).item()
     else:
         count = ff.count_targets(targets, grid) if micro_steps > 1 else None
@@ -56,20 +60,57 @@ def step_on(
 
 def expected(config: ff.models.ModelConfig) -> tuple[float, dict[str, Tensor]]:
     """The same from the definition (E20): the loss that is shown, and the gradients of all losses together."""
-    model, kept = plain.make(config, 5), []
-    for block in model.layers:
-        block.mlp.router.register_forward_hook(lambda _, __, logits: kept.append(logits))
+    model = plain.make(config, 5)
     tokens, targets = batch()
     logits = model.logits(model.hidden(tokens))
     loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    whole = loss
-    for each in kept:
-        each = each.view(8, 12, config.experts)
-        scores = each.softmax(-1) if config.score == "softmax" else each.sigmoid()
-        shares = scores / scores.sum(-1, keepdim=True)
-        chosen = functional.one_hot(scores.topk(config.top_k, -1).indices, config.experts).double()
-        used = chosen.sum((1, 2)) / (12 * config.top_k)
-        whole = whole + config.aux * config.experts * (used * shares.mean(1)).sum(-1).mean()
-        whole = whole + config.z_loss * each.logsumexp(-1).square().mean()
-    whole.backward()
+    (loss + plain.router_losses(model, tokens.numel())).backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+# --- with documents
+
+PACKED_ROWS, PACKED_SEQ = 8, 12
+
+
+def packed(documents: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return tokens, targets and, for documents, positions; some targets are masked.
+
+    `documents` is the seed of their lengths; without it rows are one document each.
+    """
+    tokens, targets = batch()
+    drawn = random.Random(documents)
+    targets = targets.masked_fill(torch.rand(targets.shape, generator=torch.Generator().manual_seed(1)) < 0.2, -100)
+    if not documents:
+        return tokens, targets, None
+    rows = []
+    for _ in range(PACKED_ROWS):
+        row: list[int] = []
+        while len(row) < PACKED_SEQ:
+            row += range(min(drawn.randint(1, 8), PACKED_SEQ - len(row)))
+        rows.append(row)
+    return tokens, targets, torch.tensor(rows)
+
+
+def packed_step(
+    shape: Shape, policy: Policy, config: ff.models.ModelConfig, documents: str
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss of a training pass, and the gradients of what this pipe rank holds."""
+    grid = grid_of(shape)
+    model = ff.models.build(config, grid, policy=policy, dtype=torch.float64, seed=5)
+    tokens, targets, positions = (None if part is None else ff.local_rows(part, grid) for part in packed(documents))
+    loss = model(tokens, targets, positions=positions)
+    loss.backward()
+    specs = specs_of(model)
+    parameters = {name: one for name, one in model.named_parameters() if one.grad is not None}
+    return loss.item(), {name: join_shards(local_of(one.grad), specs[name], grid) for name, one in parameters.items()}
+
+
+def packed_errors(
+    alone: tuple[float, dict[str, Tensor]], found: Sequence[tuple[float, dict[str, Tensor]]]
+) -> list[float]:
+    """Return how far losses and gradients are from those of one process, as parts of the largest gradient."""
+    loss, gradients = alone
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    errors = [abs(one - loss) for one, _ in found]
+    return errors + [float((grads[name] - gradients[name]).abs().max()) / scale for _, grads in found for name in grads]

@@ -115,6 +115,7 @@ def train(
     if isinstance(step, StepGraph) and not why and not step.recorded:
         why = "nothing was recorded"
     parameters = [local_of(parameter).clone() for parameter in model.parameters()]
+    parameters += [held.clone() for name, held in model.named_buffers() if name.endswith("router.bias")]
     if isinstance(step, StepGraph):
         step.release()
     return [one.item() for one in found], parameters, why
@@ -157,6 +158,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "sgd": ("gpt-tiny", {}, 1, {"optimizer_kind": "SGD"}),
     "tokens to the table": ("gpt-tiny", {"even_tokens": True}, 1, {"vocab": 1000}),
     "lora": ("gpt-tiny", {}, 1, {"lora": LoraConfig(rank=4, dropout=0.1)}),
+    "mixture": ("moe-tiny", {"compute_dtype": "bfloat16"}, 2, {"bias_rate": 0.01, "capacity": 1.0, "groups": 4}),
     "parallelize gpt": ("gpt-tiny", {}, 1, {"wrapped": True}),
     "parallelize llama bf16": ("llama-tiny", {"compute_dtype": "bfloat16"}, 1, {"wrapped": True}),
 }

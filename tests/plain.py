@@ -5,7 +5,9 @@ Shares nothing with the package but the config, the parameter names and the init
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -98,20 +100,76 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_hidden))
         if config.shared_hidden:
             self.shared = MLP(replace(config, mlp_hidden=config.shared_hidden))
+        self.bias = [0.0] * config.experts
+        self.chosen = [0] * config.experts
+        """How often each expert was chosen since the biases moved."""
+        self.dropped = 0
+        self.routed: list[tuple[Tensor, list[list[int]]]] = []
+        """The logits of every sequence, and the experts of its tokens."""
 
-    def forward(self, a: Tensor) -> Tensor:
-        config, tokens = self.config, a.flatten(0, -2)
+    def forward(self, a: Tensor, before: Tensor) -> Tensor:
+        """The experts read `before`, the MLP beside them `a`: [rows, seq, hidden] each, a sequence in every row."""
+        out = torch.stack([self.of_sequence(row) for row in before])
+        return out + self.shared(a) if self.config.shared_hidden else out
+
+    def of_sequence(self, tokens: Tensor) -> Tensor:
+        config = self.config
         logits = self.router(tokens)
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+        most = len(tokens) * config.top_k
+        if config.capacity:
+            most = math.ceil(config.capacity * len(tokens) * config.top_k / config.experts)
+        taken = [0] * config.experts
+        chosen = [self.best(score.tolist()) for score in scores]
+        self.routed.append((logits, chosen))
         rows = []
-        for token, score in zip(tokens, scores, strict=True):
-            known = score.tolist()
-            best = sorted(range(config.experts), key=lambda expert: (-known[expert], expert))[: config.top_k]
+        for token, score, best in zip(tokens, scores, chosen, strict=True):
             total = sum(score[expert] for expert in best) if config.normalize_top_k else 1.0
-            hidden = ((functional.silu(self.gate[e] @ token) * (self.up[e] @ token)) * score[e] / total for e in best)
-            rows.append(sum(self.down[e] @ each for e, each in zip(best, hidden, strict=True)))
-        out = torch.stack(rows).view(a.shape)
-        return out + self.shared(a) if config.shared_hidden else out
+            out = torch.zeros_like(token)
+            for e in best:
+                self.chosen[e] += 1
+                if taken[e] == most:
+                    self.dropped += 1
+                    continue
+                taken[e] += 1
+                hidden = functional.silu(self.gate[e] @ token) * (self.up[e] @ token)
+                out = out + self.down[e] @ (hidden * score[e] / total * config.route_scale)
+            rows.append(out)
+        return torch.stack(rows)
+
+    def best(self, scores: list[float]) -> list[int]:
+        """The experts of a token: the best of the best groups."""
+        config = self.config
+        ranked = [score + bias for score, bias in zip(scores, self.bias, strict=True)]
+        each = config.experts // config.groups
+        groups = [range(first, first + each) for first in range(0, config.experts, each)]
+        if config.groups > 1:
+            groups.sort(key=lambda group: -sum(sorted(ranked[expert] for expert in group)[-2:]))
+        allowed = sorted(expert for group in groups[: config.top_groups] for expert in group)
+        return sorted(allowed, key=lambda expert: -ranked[expert])[: config.top_k]
+
+    def move_biases(self) -> None:
+        """Move the biases towards equal use, in the fp32 in which the package keeps them."""
+        mean = Fraction(sum(self.chosen), len(self.chosen))
+        step = torch.tensor(self.config.bias_rate)
+        for expert, count in enumerate(self.chosen):
+            held = torch.tensor(self.bias[expert])
+            self.bias[expert] = (held + step * ((count < mean) - (count > mean))).item()
+        self.chosen = [0] * len(self.chosen)
+
+
+def router_losses(model: Transformer, tokens: int) -> Tensor:
+    """The losses of the routers (E20) in what the model has computed, which were so many tokens."""
+    config, total = model.config, torch.zeros((), dtype=torch.float64)
+    for mixture in model.mixtures:
+        for logits, chosen in mixture.routed:
+            scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+            shares = scores / scores.sum(-1, keepdim=True)
+            used = functional.one_hot(torch.tensor(chosen), config.experts).double().sum((0, 1)) / len(logits)
+            balance = config.experts / config.top_k * (used * shares.mean(0)).sum()
+            each = config.aux * balance + config.z_loss * logits.logsumexp(-1).square().mean()
+            total = total + len(logits) / tokens * each
+    return total
 
 
 class Block(nn.Module):
@@ -121,10 +179,13 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = _norm(config)
         self.mlp = MoE(config) if config.is_mixture(layer) else MLP(config)
+        self.reads_previous = config.moe_reads == "previous"
 
     def forward(self, a: Tensor) -> Tensor:
-        a = a + self.attention(self.attention_norm(a))
-        return a + self.mlp(self.mlp_norm(a))
+        b = a + self.attention(self.attention_norm(a))
+        if isinstance(self.mlp, MoE):
+            return b + self.mlp(self.mlp_norm(b), self.mlp_norm(a if self.reads_previous else b))
+        return b + self.mlp(self.mlp_norm(b))
 
 
 class Transformer(nn.Module):
@@ -138,6 +199,10 @@ class Transformer(nn.Module):
         self.norm = _norm(config)
         if not config.tied:
             self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+
+    @property
+    def mixtures(self) -> list[MoE]:
+        return [block.mlp for block in self.layers if isinstance(block.mlp, MoE)]
 
     def hidden(self, tokens: Tensor) -> Tensor:
         a = self.embedding(tokens)

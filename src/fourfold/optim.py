@@ -81,6 +81,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.options: dict[str, Any] = {"lr": lr, **options}
         """The keyword arguments for the class of torch."""
         self.gradients = gradients_of(model)
+        found = [getattr(module, "update_router_biases", None) for module in model.modules()]
+        self._balances: list[Callable[..., None]] = [update for update in found if callable(update)]
+        """What moves the biases of routers, once a step."""
         self.parts: dict[str, nn.Parameter] = {}
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -150,7 +153,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._count_changes()
         if self.gradients.policy.shard_optimizer:
             self._gather()
+        self._balance(getattr(self, "found_inf", None))
         return result
+
+    def _balance(self, skipped: Tensor | None) -> None:
+        """Move the biases of routers, unless the step was skipped."""
+        for update in self._balances:
+            update(unless=skipped)
 
     @torch.no_grad()
     def clip_and_step(self, max_norm: float = inf, *, unless: Tensor | None = None) -> Clipped:
@@ -166,7 +175,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.fused:
             scale_gradients(parameters, norm, max_norm)
             # The host waits for the device here: a plain optimizer has no way to skip a step by itself.
-            if not bad.item():
+            if bad.item():
+                self._balance(bad)
+            else:
                 self.step()
             return Clipped(norm, self.gradients.grid, tuple(names), shards)
         self.found_inf = bad.float()

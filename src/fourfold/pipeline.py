@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
@@ -36,6 +36,7 @@ from fourfold.grid import Grid
 from fourfold.nn.attention import Batch
 from fourfold.nn.loss import IGNORE_INDEX, count_held
 from fourfold.nn.rng import StepRng
+from fourfold.nn.router import LossWeight
 from fourfold.offload import OffloadedInputs
 from fourfold.params import local_of
 from fourfold.policy import Policy
@@ -71,6 +72,8 @@ class MicroBatch:
     ignore_index: int
     fault: str
     """What is wrong with the rows; empty if nothing is."""
+    router_losses: list[LossWeight] = field(default_factory=list)
+    """The weights of the losses that routers have in the stages of this rank."""
 
 
 class StagedModel(Protocol):
@@ -345,6 +348,9 @@ class PipelineStep:
         """Run a stage backward; the gradient of its input leaves as soon as it is there, before other gradients."""
         kind, stage, micro = action
         run = self._passes[stage, micro] if kind == "B" else self._passes.pop((stage, micro))
+        if self.scale is not None:  # stages before the head do not see the loss
+            for weight in self.batches[micro].router_losses:
+                weight.gradient = self.scale
         if run.offloaded is not None and (inputs := run.offloaded()) is not None:
             inputs.prefetch()  # before the wait for the gradient
         gradient = self.scale if self.stages.has_head(stage) else self._take(action)

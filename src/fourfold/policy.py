@@ -155,6 +155,8 @@ class Policy:
     """Dtype of gathered weights, activations and their messages; by default that of the parameters."""
     reduce_dtype: torch.dtype | None = None
     """Dtype in which weight gradients are reduced over z; by default that of the parameters."""
+    router_dtype: torch.dtype = torch.float32
+    """Dtype in which routers of mixtures compute logits and scores, fp32 or fp64, unless that of products is wider."""
     loss_chunk: int = 0
     """Number of tokens per place whose logits exist at the same time; 0 stands for all. Limits the memory that a large
     vocabulary needs."""
@@ -198,6 +200,8 @@ class Policy:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name}={dtype!r} must be a floating-point dtype such as torch.bfloat16, or None")
+        if self.router_dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"router_dtype={self.router_dtype!r} must be torch.float32 or torch.float64")
         for name in ("loss_chunk", "mlp_chunk"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of tokens, or 0 for all at once")

@@ -661,6 +661,11 @@ def test_folders_that_are_not_whole_are_refused(gpt2: Path, tmp_path: Path) -> N
         ({**LLAMA_LIKE, **EXPERTS, "shared_hidden": 24}, "mixtral comes nearest, and needs shared_hidden=0 instead of"),
         ({**LLAMA_LIKE, **EXPERTS, "score": "sigmoid"}, "mixtral comes nearest, and needs score='softmax' instead of"),
         ({**LLAMA_LIKE, **EXPERTS, "dense_layers": 1}, "mixtral comes nearest, and needs dense_layers=0 instead of 1"),
+        (
+            {**LLAMA_LIKE, **EXPERTS, "route_scale": 2.0},
+            "mixtral comes nearest, and needs route_scale=1.0 instead of 2",
+        ),
+        ({**LLAMA_LIKE, **EXPERTS, "bias_rate": 0.1}, "mixtral comes nearest, and needs bias_rate=0.0 instead of 0.1"),
     ],
     ids=str,
 )

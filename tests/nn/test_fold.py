@@ -17,7 +17,7 @@ from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from fourfold.shape import Shape
 from harness import grid_of, join_shards
-from mixtures import batch, expected, mixture, step_on
+from mixtures import batch, expected, mixture, packed_errors, packed_step, step_on
 from parity import Case, Options, errors, on_one_process, on_ranks
 from share import others_slow
 
@@ -85,11 +85,12 @@ def test_every_rank_has_one_place_in_a_fold(shape: Shape) -> None:
 STEPS: list[tuple[Shape, dict[str, Any], int]] = [
     (Shape(x=2, z=2, expert=2, ez=2), dict(overlap=Overlap(halves=2), recompute="block"), 1),
     (Shape(z=2, pipe=2, expert=2), dict(schedule="zb-h1"), 4),
-    (Shape(y=2, z=2, expert=2), dict(activations="replicated", compile=True), 1),
+    (Shape(y=2, z=2, expert=2), dict(activations="replicated"), 1),
     (Shape(z=2, data=2, expert=4), dict(recompute="attention"), 2),
     (Shape(x=2, pipe=2, ex=2), dict(gather_weights="step"), 2),
     (Shape(data=4, expert=2, ez=2), dict(keep_weights=True), 2),
     (Shape(x=4, expert=4), {}, 1),
+    (Shape(y=2, x=2, expert=2), dict(compile=True), 1),
 ]
 
 
@@ -115,6 +116,60 @@ def test_a_fold_may_lie_over_a_context_group(ranks, shape: Shape) -> None:
     for found, grads, _ in ranks(shape.world).run(step_on, shape, {}, 1, config):
         assert abs(found - loss) < 1e-12
         assert max(float((grads[name] - gradients[name]).abs().max()) for name in grads) / scale < 1e-12
+
+
+ROUTINGS: list[tuple[Shape, dict[str, Any], dict[str, Any]]] = [
+    (Shape(x=2, z=2, expert=4), dict(capacity=0.8), {}),
+    (Shape(x=2, z=2, expert=2), dict(moe_reads="previous", shared_hidden=24), dict(recompute="block")),
+    (Shape(x=4, expert=2, ex=2), dict(capacity=1.0), dict(activations="replicated")),
+    (Shape(z=4, context=2, expert=4), dict(capacity=0.7, aux=0.5, z_loss=0.1), {}),
+    (Shape(z=2, pipe=2, expert=2), dict(capacity=0.8, moe_reads="previous", shared_hidden=24), {}),
+    (Shape(data=4, expert=2, ez=2), dict(experts=6, groups=3, top_groups=2, route_scale=1.5), {}),
+    (Shape(y=2, z=2, ez=2), dict(capacity=0.8, score="sigmoid"), dict(overlap=Overlap(halves=2))),
+]
+
+
+@pytest.mark.parametrize("routing", others_slow(ROUTINGS, 3), ids=lambda routing: f"{routing[0]} {routing[1]}")
+def test_every_routing_has_the_same_step_on_a_fold_as_on_one_process(ranks, routing) -> None:
+    shape, changes, policy = routing
+    config = mixture(**changes)
+    loss, gradients, load = step_on(Shape(), {}, 1, config)
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    micro_steps = 4 if shape.pipe > 1 else 1
+    for found, grads, counted in ranks(shape.world).run(step_on, shape, policy, micro_steps, config):
+        assert abs(found - loss) < 1e-12
+        assert max(float((grads[name] - gradients[name]).abs().max()) for name in grads) / scale < 1e-12
+        assert counted == load
+
+
+def biases(shape: Shape) -> list[list[float]]:
+    """Return the bias of each router after three steps."""
+    grid = grid_of(shape)
+    model = ff.models.build(mixture(bias_rate=0.01), grid, dtype=torch.float64, seed=5)
+    optimizer = ff.optim.SGD(model, lr=1e-2)
+    tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
+    for _ in range(3):
+        model(tokens, targets).backward()
+        optimizer.clip_and_step(1.0)
+        optimizer.zero_grad()
+    return [layer.mlp.router.bias.tolist() for layer in model.layers]
+
+
+@pytest.mark.parametrize("shape", others_slow([Shape(x=2, z=2, expert=4), Shape(y=2, z=2, expert=2)], 2), ids=str)
+def test_biases_have_the_same_bits_on_a_fold(ranks, shape: Shape) -> None:
+    alone = biases(Shape())
+    assert any(map(any, alone))
+    assert all(found == alone for found in ranks(shape.world).run(biases, shape))
+
+
+def test_all_axes_together_give_the_step_of_one_process(ranks) -> None:
+    """Tokens of packed documents, cut over a context group and stages, travel to experts on all ranks of a stage."""
+    shape = Shape(x=2, z=2, pipe=2, context=2, expert=4)
+    config = mixture(capacity=1.0, aux=0.1, bias_rate=0.01, shared_hidden=24)
+    pool = ranks(8)
+    pool.start(packed_step, shape, Policy(), config, "documents")
+    alone = packed_step(Shape(), Policy(), config, "documents")
+    assert max(packed_errors(alone, pool.results())) < 1e-12
 
 
 def trained(shape: Shape, shard_optimizer: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:

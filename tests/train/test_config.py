@@ -61,6 +61,14 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "model.dropout": (0.1, False, NUMBER),
     "model.attention_dropout": (0.1, False, NUMBER),
     "model.norm_eps": (1e-6, [1e-6], NUMBER),
+    **{
+        f"model.{name}": (2, 1.5, WHOLE)
+        for name in ("experts", "top_k", "expert_hidden", "shared_hidden", "dense_layers", "groups", "top_groups")
+    },
+    "model.score": ("sigmoid", "sigmoids", '"softmax", "sigmoid"'),
+    "model.normalize_top_k": (False, 1, FLAG),
+    "model.moe_reads": ("previous", "previos", '"current", "previous"'),
+    **{f"model.{name}": (0.5, "2", NUMBER) for name in ("route_scale", "capacity", "aux", "z_loss", "bias_rate")},
     "lora.rank": (8, 8.0, WHOLE),
     "lora.alpha": (32, "32", NUMBER),
     "lora.dropout": (0.1, "0.1", NUMBER),
@@ -74,6 +82,7 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "pipeline.recompute": (["none", "block"], ["blocks"], '"none", "attention", "block"'),
     "policy.dtype": ("fp64", "fp46", f'"auto", {DTYPES}'),
     "policy.reduce_dtype": ("bf16", "bf61", DTYPES),
+    "policy.router_dtype": ("fp64", "fp46", '"fp32", "fp64"'),
     "policy.activations": ("replicated", "replicate", '"sharded", "replicated"'),
     "policy.recompute": ("block", "blocks", '"none", "attention", "block"'),
     "policy.gather_weights": ("step", "steps", '"use", "block", "step"'),

@@ -60,7 +60,7 @@ ONLY_YOU = {
     "train.steps": "YOURS: how long to train; fourfold plan --tokens computes the steps.",
 }
 """Comments of a planned config, at what the planner cannot know."""
-NAMED_OTHERWISE = ("dtype", "reduce_dtype", "compile")
+NAMED_OTHERWISE = ("dtype", "reduce_dtype", "router_dtype", "compile")
 """Keys of a config's policy that hold a name or `auto`, where a `Policy` holds a dtype or a bool."""
 
 

@@ -48,6 +48,24 @@ def area(start: int, stop: int) -> int:
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
+class SegmentOrder(NamedTuple):
+    """Where the segments of one member stand among those of all members, in the order of documents and positions.
+
+    Each member counts as having as many segments as the one that has most.
+    """
+
+    most: int
+    """The number of segments of the member that has most."""
+    order: list[int]
+    """Which segment of all members, one member after the other, stands at each place of the order."""
+    own: list[int]
+    """The place of each segment of the member."""
+    first: list[int]
+    """The place of the first segment of the same document."""
+    end: list[int]
+    """The place behind the last segment of the same document."""
+
+
 @dataclass(frozen=True)
 class Assignment:
     """Which segments each member of a group holds."""
@@ -133,6 +151,29 @@ class Assignment:
                     held.append(Segment(document, start, stop))
             members.append(tuple(held))
         return Assignment(self.lengths, tuple(members))
+
+    def segment_order(self, member: int) -> SegmentOrder:
+        """Return where the segments of a member stand among those of all members."""
+        most = max(map(len, self.members))
+        numbered = sorted(
+            (segment, holder * most + number)
+            for holder, segments in enumerate(self.members)
+            for number, segment in enumerate(segments)
+        )
+        places = {segment: place for place, (segment, _) in enumerate(numbered)}
+        first: dict[int, int] = {}
+        end: dict[int, int] = {}
+        for place, (segment, _) in enumerate(numbered):
+            first.setdefault(segment.document, place)
+            end[segment.document] = place + 1
+        held = self.members[member]
+        return SegmentOrder(
+            most,
+            [number for _, number in numbered],
+            [places[segment] for segment in held],
+            [first[segment.document] for segment in held],
+            [end[segment.document] for segment in held],
+        )
 
     def of_documents(self, lengths: Sequence[int]) -> Assignment:
         """Return the same tokens as segments of other documents on the same line."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import log
+from math import inf, log
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fourfold.errors import nearest
@@ -14,6 +14,8 @@ from fourfold.nn.router import Routing, Score
 from fourfold.policy import Halves, Policy, choose_halves
 from fourfold.shape import Shape, shapes_of
 from fourfold.synonyms import find_synonym
+
+Reads = Literal["current", "previous"]
 
 
 def unit_of(name: str, layers: int) -> int:
@@ -90,10 +92,23 @@ class ModelConfig:
     """What makes scores of the router's logits."""
     normalize_top_k: bool = True
     """Whether the scores of a token's experts are divided by their sum."""
+    route_scale: float = 1.0
+    """Number by which the scores of a token's experts are multiplied."""
+    groups: int = 1
+    """Number of groups of neighbours, equally many each, that the experts are divided into."""
+    top_groups: int = 1
+    """Number of groups from which a token chooses its experts: those with the largest sums of two best scores."""
+    capacity: float = 0.0
+    """Number of tokens that an expert takes of a sequence, the first ones that choose it, as a multiple of its share if
+    all experts were used equally; 0 takes all."""
+    moe_reads: Reads = "current"
+    """What router and experts read: the stream behind the block's attention (current), or before it (previous)."""
     aux: float = 0.0
     """Weight of the loss that a router has if the experts of a sequence are used unequally, a number without unit."""
     z_loss: float = 0.0
     """Weight of the loss that a router has for large logits, a number without unit."""
+    bias_rate: float = 0.0
+    """Number by which a router's bias for the choice of an expert moves in a step, towards equal use; 0 has no bias."""
 
     def __post_init__(self) -> None:
         for name, kind in MODEL_FIELDS.items():
@@ -140,15 +155,57 @@ class ModelConfig:
             raise ValueError(f"top_k={self.top_k} must be at most experts={self.experts}")
         if self.dense_layers >= self.layers:
             raise ValueError(f"dense_layers={self.dense_layers} of layers={self.layers} leaves no block for experts")
-        if self.aux < 0 or self.z_loss < 0:
-            raise ValueError(f"aux={self.aux} and z_loss={self.z_loss} must be at least 0")
         if self.mlp != "swiglu" or self.bias:
             raise ValueError("experts are gated and have no biases; a mixture needs mlp='swiglu' and bias=False")
+        self._check_numbers()
+        self._check_groups()
+        if self.moe_reads == "previous" and not self.shared_hidden:
+            raise ValueError(
+                "moe_reads='previous' with shared_hidden=0: the experts read the stream before attention, so nothing "
+                "in the block would read what attention adds; give shared_hidden, or use moe_reads='current'"
+            )
+
+    def _check_numbers(self) -> None:
+        for name in ("aux", "z_loss", "bias_rate", "capacity"):
+            if not 0 <= (value := getattr(self, name)) < inf:
+                raise ValueError(f"{name}={value} must be a number from 0 up; 0 leaves it out")
+        if not 0 < self.route_scale < inf:
+            raise ValueError(f"route_scale={self.route_scale} must be a number above 0; 1 changes nothing")
+
+    def _check_groups(self) -> None:
+        if self.experts % self.groups or self.top_groups > self.groups:
+            raise ValueError(
+                f"groups={self.groups} must divide experts={self.experts}, and top_groups={self.top_groups} must be at "
+                "most groups"
+            )
+        each = self.experts // self.groups
+        if self.groups > 1 and each < 2:
+            raise ValueError(
+                f"groups={self.groups} of experts={self.experts} have one expert each; a group is chosen by its two "
+                f"best scores: use at most {self.experts // 2} groups"
+            )
+        if self.top_k > self.top_groups * each:
+            raise ValueError(
+                f"top_k={self.top_k} must be at most {self.top_groups * each}, the number of experts in "
+                f"top_groups={self.top_groups} of groups={self.groups}"
+            )
 
     @property
     def routing(self) -> Routing:
         """How tokens choose their experts."""
-        return Routing(self.experts, self.top_k, self.score, self.normalize_top_k, self.aux, self.z_loss)
+        return Routing(
+            self.experts,
+            self.top_k,
+            self.score,
+            self.normalize_top_k,
+            self.route_scale,
+            self.groups,
+            self.top_groups,
+            self.capacity,
+            self.bias_rate,
+            self.aux,
+            self.z_loss,
+        )
 
     def is_mixture(self, layer: int) -> bool:
         """Return whether a block has a mixture of experts in place of an MLP."""
@@ -232,7 +289,10 @@ class ModelConfig:
         return self.parameters - mixtures * 3 * self.hidden * self.expert_hidden * (self.experts - self.top_k)
 
 
-OF_A_MIXTURE = ("top_k", "expert_hidden", "shared_hidden", "dense_layers", "score", "normalize_top_k", "aux", "z_loss")
+OF_A_MIXTURE = (
+    "top_k", "expert_hidden", "shared_hidden", "dense_layers", "score", "normalize_top_k", "route_scale", "groups",
+    "top_groups", "capacity", "moe_reads", "aux", "z_loss", "bias_rate",
+)  # fmt: skip
 """The fields that need `experts`."""
 MAY_BE_ZERO = ("experts", "expert_hidden", "shared_hidden", "dense_layers")
 """The whole numbers that may be 0, which stands for none."""
@@ -281,7 +341,7 @@ def _why_whole(config: ModelConfig, shape: Shape, seq: int, packed: bool) -> str
         return "places share it"
     if packed:
         return "it has packed documents"
-    if config.experts and config.aux:
+    if config.experts and config.routing.counts_by_sequence:
         return "the experts of a sequence are counted together"
     if config.dropout_of_attention:
         return "attention drops weights, whose mask is that of whole rows"

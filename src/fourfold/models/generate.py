@@ -5,7 +5,8 @@ next tokens, and one sum over the grid gives every choice to every rank. So all 
 even if rounding differs between them.
 
 There is no KV cache: every token computes its whole context again, which is right on every grid and policy, and slow
-for long texts.
+for long texts. Experts take all tokens that choose them, whatever the capacity of a mixture in training: so what a text
+goes on with depends neither on the length of other texts, nor on tokens that are still to come.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def generate(
         raise ValueError(fault)
     starts = [len(text) for text in texts]
     active = list(range(len(texts)))
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluating(model), model.dropless():
         for _ in range(new_tokens):
             chosen = _next_tokens(model, texts, active, sampling, seed)
             for row, token in zip(active, chosen, strict=True):

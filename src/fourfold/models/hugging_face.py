@@ -17,6 +17,11 @@ from fourfold.errors import UnsupportedModelError, nearest
 from fourfold.models.config import ModelConfig
 from fourfold.parse import parse_json
 
+PLAINLY_ROUTED: dict[str, Any] = dict(
+    score="softmax", shared_hidden=0, groups=1, top_groups=1, route_scale=1.0, capacity=0.0, moe_reads="current",
+    bias_rate=0.0,
+)  # fmt: skip
+"""The fields that both types with experts fix: each token goes to the experts with the largest scores."""
 CHOICES: dict[str, dict[str, Any]] = {
     "gpt2": dict(norm="layer", mlp="gelu", positions="learned", bias=True, qk_norm=False),
     "gpt_neox": dict(norm="layer", mlp="gelu", positions="rope", bias=True, qk_norm=False),
@@ -24,12 +29,10 @@ CHOICES: dict[str, dict[str, Any]] = {
     "mistral": dict(norm="rms", mlp="swiglu", positions="rope", qk_norm=False),
     "qwen3": dict(norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=True),
     "mixtral": dict(
-        norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=False,
-        score="softmax", normalize_top_k=True, shared_hidden=0, dense_layers=0,
+        norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=False, normalize_top_k=True, dense_layers=0,
+        **PLAINLY_ROUTED,
     ),
-    "qwen3_moe": dict(
-        norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=True, score="softmax", shared_hidden=0
-    ),
+    "qwen3_moe": dict(norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=True, **PLAINLY_ROUTED),
 }  # fmt: skip
 """The fields of `ModelConfig` that each type fixes."""
 MIXTURES = ("mixtral", "qwen3_moe")

@@ -9,8 +9,8 @@ rows of a place are cut into halves that take turns, so that the messages of one
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -41,7 +41,7 @@ from fourfold.nn.loss import IGNORE_INDEX, count_first, cross_entropy, sum_halve
 from fourfold.nn.moe import Leaving, MoE
 from fourfold.nn.norm import Norm
 from fourfold.nn.rng import key_of
-from fourfold.nn.router import LossWeight, Sequences
+from fourfold.nn.router import LossWeight, Router, Sequences
 from fourfold.offload import OffloadedInputs, Offloader
 from fourfold.operators import AsyncResult, Ready
 from fourfold.pipeline import Half, MicroBatch, run_plain
@@ -91,7 +91,16 @@ class BlockInputs:
 
 
 class TransformerBlock(Layer):
-    """Computes a + attention(norm(a)), then a + mlp(norm(a)), both in rest."""
+    """Computes b = a + attention(attention_norm(a)), then b + mlp(mlp_norm(b)), both in rest.
+
+    In a block of a mixture, mlp is the sum of the experts of a token and the MLP beside them. With
+    `moe_reads="previous"` router and experts read the stream a before attention, as in ScMoE (arXiv 2404.05019), and
+    the MLP beside them the stream b behind it:
+
+        b + shared(mlp_norm(b)) + experts(mlp_norm(a))
+
+    What brings tokens to the experts can then be in flight during attention.
+    """
 
     def __init__(self, config: ModelConfig, grid: Grid, policy: Policy, *, mixture: bool = False) -> None:
         """`mixture`: whether the block has a mixture of experts in place of an MLP."""
@@ -114,6 +123,8 @@ class TransformerBlock(Layer):
         self.attention_dropout = Dropout(grid, policy, config.dropout)
         self.mlp_norm = _norm(config, grid, policy)
         self.mlp: MLP | MoE
+        self.reads_previous = mixture and config.moe_reads == "previous"
+        """Whether router and experts read the stream before attention."""
         if mixture:
             if policy.mlp_chunk:
                 raise ValueError(f"mlp_chunk={policy.mlp_chunk}: experts run on all tokens of a place; use mlp_chunk=0")
@@ -176,6 +187,7 @@ class TransformerBlock(Layer):
         if self.policy.recompute == "block":
             stream.add_now()  # recompute then keeps one tensor instead of two
         a, normed = self.attention_norm.add(*stream.read())
+        before, routed = (yield from self._route_before(a, batch)) if self.reads_previous else (None, None)
         if self.attention.hooked:
             leaving = Ready(self.attention(normed, batch))
         else:
@@ -184,14 +196,17 @@ class TransformerBlock(Layer):
         delta = leaving.wait()
         a, normed = self.mlp_norm.add(a, self.attention_dropout(delta) if self.attention_dropout.acts else delta)
         if self.mlp.hooked:
-            leaving = Ready(self.mlp(normed, batch.tokens))
+            more = (batch.sequences, before) if isinstance(self.mlp, MoE) else ()
+            leaving = Ready(self.mlp(normed, batch.tokens, *more))
         else:
             # backward reads no value of what the MLP computes; a hook on the dropout behind it would
             engine = self.engine
             wanted = not engine.recomputing or self.mlp_dropout.hooked
             mlp: Any = self.mlp
             if isinstance(mlp, MoE):
-                owed, leave = (yield from mlp.turns(normed, batch.tokens, batch.sequences)), mlp.leave
+                if routed is None:
+                    routed = yield from mlp.route(normed, batch.tokens, batch.sequences)
+                owed, leave = (yield from mlp.turns(normed, batch.tokens, routed)), mlp.leave
             else:
                 owed, leave = (yield from mlp.turns(normed, batch.tokens, wanted=wanted)), mlp.down.leave
             if engine.recomputing and not self.mlp_dropout.acts:
@@ -201,6 +216,13 @@ class TransformerBlock(Layer):
             yield
             leaving = Ready(self.mlp_dropout(leaving.wait()))
         return ResidualStream(a, leaving)
+
+    def _route_before(self, a: Tensor, batch: Batch) -> Turns[tuple[Tensor, Any]]:
+        """Return what router and experts read of the stream before attention, and where its tokens go."""
+        before = self.mlp_norm(a)
+        if not isinstance(self.mlp, MoE) or self.mlp.hooked:
+            return before, None
+        return before, (yield from self.mlp.route(before, batch.tokens, batch.sequences))
 
     def _weights_of_whole(self) -> BlockWeights | None:
         """Return the weights for the compiled block, or None if its parts have to run one by one."""
@@ -249,17 +271,14 @@ class Transformer(Layer):
                 f"the grid {grid} cuts sequences over places, where attention cannot drop weights; "
                 "build the model with attention_dropout=0.0 (model.attention_dropout of a config)"
             )
-        if grid.shape.context > 1 and config.routing.balances:
-            raise ValueError(
-                f"aux={config.aux} and z_loss={config.z_loss}: the grid {grid} cuts sequences over places, and the "
-                "experts of a sequence are counted by one place; set both to 0, or use a grid without context"
-            )
         self.config = config
         self._compared = False
         self._usual = torch.Size((1, 1))
         """The shape of the last batch that could be read."""
         self._had_documents = False
         """Whether the last batch was told where its documents begin."""
+        self._drops = True
+        """Whether the capacity of experts counts."""
         self.stages = _stages(config, grid, policy)
         own = self.stages.of_rank(grid.coords[PIPE])
         first, last = (any(map(has, own)) for has in (self.stages.has_embedding, self.stages.has_head))
@@ -297,6 +316,9 @@ class Transformer(Layer):
         units = Units(layers + 2, partial(unit_of, layers=layers))
         assemble(self, self.grid, self.policy, seed=seed, dtype=dtype, device=device, units=units)
         self.stored = dtype
+        for router in self._routers():
+            for name, buffer in router.named_buffers():
+                setattr(router, name, buffer.to(device or buffer.device))
         if self.table_on_two_ranks is not None:
             self.gradients.on_two_ranks = frozenset({"embedding.weight"})
 
@@ -382,6 +404,8 @@ class Transformer(Layer):
         """
         streams = None if arrived is None else arrived.split([self._rest_rows(half) for half in batch.halves])
         halves, weight = self._balanced(batch.halves, count)
+        if weight is not None:
+            batch.router_losses.append(weight)
         aims = [half.targets for half in halves]
         run = partial(self._run, stage, halves, streams)
         fault = torch.full((), float(bool(batch.fault)), device=halves[0].tokens.device)
@@ -407,43 +431,101 @@ class Transformer(Layer):
         return result, faults
 
     def _balanced(self, halves: list[Half], count: Tensor | int | None) -> tuple[list[Half], LossWeight | None]:
-        """Return the halves with the sequences that routers balance, and the weight of their losses, if they have any.
+        """Return the halves with the weight of their routers' losses, and the weight, if these count.
 
         `count` is the number of targets of the whole batch; without it all tokens of all places count.
         """
         if not self.config.routing.balances or not (self.training and torch.is_grad_enabled()):
             return halves, None
-        tokens = sum(half.batch.tokens for half in halves) * self.grid.shape.places
-        weight = LossWeight(tokens if count is None else count)
-        found = []
-        for half in halves:
-            batch, device = half.batch, half.tokens.device
-            if not self.config.aux:  # nothing is counted by sequence
-                sequences = Sequences(torch.zeros(batch.tokens, dtype=torch.long, device=device), 1, weight)
-            elif batch.positions is None:
-                of_tokens = torch.arange(batch.rows, device=device).repeat_interleave(batch.seq)
-                sequences = Sequences(of_tokens, batch.rows, weight)
-            else:
-                # Sequence 0 is what goes on from a row before. There may be as many as tokens, because the host need
-                # not know how many documents there are.
-                sequences = Sequences((batch.positions.flatten() == 0).cumsum(0), batch.tokens + 1, weight)
-            found.append(replace(half, batch=replace(batch, sequences=sequences)))
-        return found, weight
+        sequences = [half.batch.sequences for half in halves]
+        groups = self.grid.shape.places // self.grid.shape.context
+        weight = LossWeight(sum(each.tokens for each in sequences if each) * groups if count is None else count)
+        weighed = [None if each is None else replace(each, weight=weight) for each in sequences]
+        pairs = zip(halves, weighed, strict=True)
+        return [replace(half, batch=replace(half.batch, sequences=each)) for half, each in pairs], weight
+
+    def _sequences(self, batch: Batch, documents: int | None, device: torch.device) -> Sequences | None:
+        """Return which tokens of a half make a sequence, if routers ask; `documents` is how many there are at most."""
+        if not (self.config.routing.balances or self.config.routing.counts_by_sequence):
+            return None
+        if batch.positions is None or batch.cut is not None:
+            found = Sequences.of_rows(batch.rows, batch.seq, device)
+        else:
+            found = Sequences.of_documents(batch.positions, documents)
+        return found if self._drops else replace(found, limited=False)
+
+    def _sequences_of_member(self, here: ContextAttention, tokens: int, device: torch.device) -> Sequences | None:
+        """Return the same for a member of a context group, whose line has this many tokens and maybe others behind."""
+        fills_up = self.config.experts > 0 and sum(here.assignment.lengths) != tokens
+        if not (self.config.routing.balances or self.config.routing.counts_by_sequence or fills_up):
+            return None
+        found = Sequences.of_member(here.assignment, here.member, tokens, device)
+        return found if self._drops else replace(found, limited=False)
+
+    @contextmanager
+    def dropless(self) -> Iterator[None]:
+        """Let experts take all pairs inside the block, whatever `capacity` says."""
+        before, self._drops = self._drops, False
+        try:
+            yield
+        finally:
+            self._drops = before
+
+    def _routers(self) -> list[Router]:
+        """Return the routers of this rank's blocks."""
+        return [module for module in self.modules() if isinstance(module, Router)]
 
     def expert_load(self) -> Tensor:
-        """Return how many tokens each expert of each block has had since the last call, [layers, experts].
+        """Return how many tokens each expert of each block has taken since the last call, [layers, experts].
 
         All ranks call it and get the sum over all places. Passes that backward computes again do not count.
         """
-        load = torch.zeros(self.config.layers, self.config.experts, dtype=torch.long, device=self.grid.device)
+        return self._counted("load", self.config.experts)
+
+    def dropped_pairs(self) -> Tensor:
+        """Return how many pairs of a token and its expert each block has dropped since the last call, [layers].
+
+        An expert drops what is beyond its `capacity`. All ranks call it and get the sum over all places.
+        """
+        return self._counted("dropped", 1)[:, 0]
+
+    def _counted(self, name: str, width: int) -> Tensor:
+        """Return counts of all routers, summed over all places, [layers, width], and begin to count anew."""
+        counts = torch.zeros(self.config.layers, width, dtype=torch.long, device=self.grid.device)
         for index, block in enumerate(self.layers):
-            mixture = getattr(block, "mlp", None)
-            if isinstance(mixture, MoE) and mixture.load is not None:
-                load[index], mixture.load = mixture.load, None
+            if isinstance(mixture := getattr(block, "mlp", None), MoE):
+                own = getattr(mixture.router, name)
+                counts[index] = own
+                own.zero_()
         with self.grid.ledger.not_counted():
-            for axis in (*(("x",) if self.grid.shape.folded else ()), *BATCH, PIPE):
-                load = comm.all_reduce(load, self.grid, axis, label="load of experts").wait()
-        return load
+            for axis in (*BATCH, PIPE):
+                counts = comm.all_reduce(counts, self.grid, axis, label=f"{name} of experts").wait()
+        return counts
+
+    @torch.no_grad()
+    def update_router_biases(self, *, unless: Tensor | None = None) -> None:
+        """Move the biases of the routers by `bias_rate`, towards equal use of the experts in this step (E21).
+
+        The optimizers of `ff.optim` call it in their step. With another optimizer a loop calls it once a step, on all
+        ranks, whatever the number of its passes; a second call in a step changes nothing. Biases stay as they are if
+        `unless`, which must be equal on all ranks, is true, and where the weight of a router is frozen. The counts of
+        the step are forgotten in any case.
+        """
+        if not self.config.bias_rate:
+            return
+        routers = [router for router in self._routers() if router.bias is not None]
+        if not routers:  # of other stages
+            return
+        counts = torch.stack([router.chosen for router in routers])
+        for axis in BATCH:
+            counts = comm.all_reduce(counts, self.grid, axis, label="choices of experts").wait()
+        signs = (counts.sum(dim=1, keepdim=True) - self.config.experts * counts).sign()
+        if unless is not None:
+            signs = signs * ~unless.bool()
+        for router, own in zip(routers, signs, strict=True):
+            if router.bias is not None and router.weight.requires_grad:
+                router.bias.add_(own.to(router.bias.dtype), alpha=self.config.bias_rate)
+            router.chosen.zero_()
 
     def whole_rows(
         self,
@@ -558,10 +640,11 @@ class Transformer(Layer):
             # Without packed documents, all halves share one pair of tables.
             longest = tokens.shape[1] if documents is None else max(documents)
             shared = self._rope(longest, None, tokens.device) if positions is None else None
-            found = [
-                (ids, aim, Batch.of(ids, where, shared or self._rope(longest, where, ids.device), known, most))
-                for ids, aim, where, known in halves
-            ]
+            found = []
+            for ids, aim, where, known in halves:
+                batch = Batch.of(ids, where, shared or self._rope(longest, where, ids.device), known, most)
+                sequences = self._sequences(batch, most if known is None else len(known), ids.device)
+                found.append((ids, aim, replace(batch, sequences=sequences)))
         return [Half(*half, found[0][0].numel()) for half in found]
 
     def _cut_row(self, tokens: Tensor, targets: Tensor | None) -> list[Half]:
@@ -576,6 +659,7 @@ class Transformer(Layer):
             Batch(1, own, where, rope=rope, cut=cut, half=half)
             for half, (own, where, rope) in enumerate(zip(sizes, places, ropes, strict=True))
         ]
+        batches = [replace(batch, sequences=self._sequences(batch, None, tokens.device)) for batch in batches]
         return [Half(*half, sizes[0]) for half in zip(ids, aims, batches, strict=True)]
 
     def _rope(self, seq: int, positions: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -600,7 +684,10 @@ class Transformer(Layer):
         ids = pad(tokens.flatten(), (0, lacking))[own][None]
         aims = pad(targets.flatten(), (0, lacking), value=ignore_index)[own][None] if targets.numel() else targets
         rope = self._rope(max(here.assignment.lengths), where[None], tokens.device)
-        return ids, aims, Batch(1, ids.shape[1], where[None], context=here, rope=rope)
+        sequences = self._sequences_of_member(here, tokens.numel(), tokens.device)
+        if self.grid.recording is not None:
+            self.grid.recording.kept.append(sequences)
+        return ids, aims, Batch(1, ids.shape[1], where[None], context=here, rope=rope, sequences=sequences)
 
     def context_of(
         self, shape: Sequence[int], positions: Tensor | None = None, documents: Sequence[int] | None = None

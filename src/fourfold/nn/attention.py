@@ -55,7 +55,7 @@ class Batch:
     half: int = 0
     """Which half of that row."""
     sequences: Sequences | None = None
-    """Which tokens belong together, for the losses of routers; None if these do not count."""
+    """Which tokens make a sequence, if routers of mixtures have to know."""
 
     @classmethod
     def of(

@@ -39,7 +39,7 @@ class Pairs:
     """Tokens with one of their experts each, sorted by expert and then by token."""
 
     def __init__(self, ids: Tensor, experts: int) -> None:
-        """`ids` [tokens, K] are the experts of each token."""
+        """`ids` [tokens, K] are the experts of each token; a pair with the id `experts` goes nowhere and comes last."""
         tokens, self.chosen = ids.shape
         flat = ids.flatten()
         self.order = flat.argsort(stable=True)
@@ -136,6 +136,7 @@ class Dispatch:
         packed = Pack.apply(Conjugate.apply(a, pairs.pick, pairs.combine), p)
         yield  # the other half computes while the counts travel
         self._plan(counting())
+        packed = packed[: sum(self.sent)]
         arriving: AsyncResult | Ready = Ready(packed)
         if self.grid.size("expert") > 1:
             arriving = self.site.launch(packed, self._to_experts, self._from_experts)
@@ -159,7 +160,8 @@ class Dispatch:
         )
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Return the sums over the choices of each token, [P, k/y] -> [m/(zx), k/y] (E19)."""
+        """Return the sums over the choices of each token, [P, k/y] -> [m/(zx), k/y] (E19); pairs that stayed are 0."""
+        rows = functional.pad(rows, (0, 0, 0, len(self.pairs.order) - len(rows)))
         return Conjugate.apply(rows, self.pairs.combine, self.pairs.pick)
 
     # --- counts
@@ -288,6 +290,20 @@ def all_rows(site: OpContext, a: Tensor) -> Tensor:
     if site.sharded or site.x == 1:
         return a
     return Conjugate.apply(a, partial(_whole_along_x, site), partial(_part_along_x, site))
+
+
+def rows_here(site: OpContext, every: Tensor, filling: int) -> Tensor:
+    """Return the part of `own_rows` of values that are known for all tokens of the place, [m, w].
+
+    The padding behind them gets the value `filling`.
+    """
+    if site.x == 1:
+        return every
+    if not site.sharded:
+        return _part_along_x(site, every)
+    first = site.grid.coords["x"] * site.rows_at_rest
+    own = every[first : first + site.rows_at_rest]
+    return functional.pad(own, (0, 0, 0, site.rows_at_rest - len(own)), value=filling)
 
 
 def _part_along_x(site: OpContext, a: Tensor) -> Tensor:

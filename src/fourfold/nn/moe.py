@@ -18,7 +18,7 @@ choice, so nothing is read by the host on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -33,10 +33,18 @@ from fourfold.engine import Turns
 from fourfold.gradients import ForwardPass
 from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Init, Layout, Spec
-from fourfold.nn.dispatch import Dispatch, Pairs, all_rows, own_rows
+from fourfold.nn.dispatch import Dispatch, Pairs, all_rows, own_rows, rows_here
 from fourfold.nn.layer import Layer, add_gradients
 from fourfold.nn.linear import MLP, keeps_weights, require_divisible
-from fourfold.nn.router import BalanceTerm, Router, Routing, Sequences, enter_choice
+from fourfold.nn.router import (
+    BalanceTerm,
+    Router,
+    Routing,
+    SequenceCounts,
+    Sequences,
+    enter_choice,
+    within_capacity,
+)
 from fourfold.operators import (
     AsyncResult,
     Body,
@@ -161,6 +169,26 @@ class ExpertProduct(torch.autograd.Function):
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What the experts of a mixture read, on its way to the place: the stream, and the choice of its tokens."""
+
+    a: Tensor
+    site: OpContext
+    sequences: Sequences | None
+    term: BalanceTerm | None
+    entering: AsyncResult | Ready
+    choosing: AsyncResult | Ready
+
+
+class Sent(NamedTuple):
+    """Tokens on their way to experts on a fold."""
+
+    dispatch: Dispatch
+    land: Callable[[], tuple[Tensor, Tensor]]
+    """Waits for the rows that arrive, and the score of each."""
+
+
 class Returning(NamedTuple):
     """What experts on a fold have computed, before it goes back to the tokens."""
 
@@ -184,7 +212,11 @@ class Leaving(NamedTuple):
 
 
 class MoE(Layer):
-    """A mixture of gated experts, and optionally an MLP beside them that all tokens go through."""
+    """A mixture of gated experts, and optionally an MLP beside them that all tokens go through.
+
+    Pairs beyond the capacity of an expert are dropped only if it is told which tokens make a sequence, and the router's
+    own losses count only then.
+    """
 
     def __init__(
         self,
@@ -217,16 +249,17 @@ class MoE(Layer):
             ("down", Spec((routing.experts, features, hidden), contracts, product, out_init)),
         ):
             self.declare(name, spec)
-        self.load: Tensor | None = None
-        """How many pairs each expert has had, [E], since somebody set it to None: those of this place's tokens, or on a
-        folded grid of the tokens that this rank sends."""
         self.shared = None
         if shared_hidden:
             both: Any = dict(kind="swiglu", bias=False, init=init, out_init=out_init)
             self.shared = MLP(grid, policy, features, shared_hidden, **both)
 
-    def forward(self, a: Tensor, tokens: int) -> Tensor:
-        return self.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
+    def forward(
+        self, a: Tensor, tokens: int, sequences: Sequences | None = None, before: Tensor | None = None
+    ) -> Tensor:
+        """Return the output at rest; with `before` the router and the experts read that in place of `a`."""
+        routed = self.engine.alone(self.route(a if before is None else before, tokens, sequences))
+        return self.leave(self.engine.alone(self.turns(a, tokens, routed)), tokens).wait()
 
     def leave(self, out: Tensor | Returning, tokens: int) -> AsyncResult | Ready | Leaving:
         """Bring the result of `turns` to rest."""
@@ -236,65 +269,98 @@ class MoE(Layer):
         beside = None if out.shared is None or self.shared is None else self.shared.down.leave(out.shared, tokens)
         return Leaving(out.dispatch, out.dispatch.returning(out.rows), beside)
 
-    def turns(self, a: Tensor, tokens: int, sequences: Sequences | None = None) -> Turns[Tensor | Returning]:
-        """Compute everything up to `leave`, [m/(zx), k/y] -> [m/z, k/y] {sum x}, or what experts on a fold return.
-
-        The router's own losses count if it is told which tokens make a sequence.
-        """
-        self.refuse_hooks(self.router, self.shared)
-        site = self.site(tokens)
+    def route(self, a: Tensor, tokens: int, sequences: Sequences | None = None) -> Turns[Routed | Sent]:
+        """Choose the experts of the tokens at rest, and launch what brings both together."""
+        self.refuse_hooks(self.router)
+        site, term = self.site(tokens), None
         if a.shape[0] != site.rows_at_rest:
             raise wrong_rows(a, site)
-        term = None if sequences is None else BalanceTerm(self.routing, sequences, site)
+        if sequences is not None and sequences.weight is not None:
+            term = BalanceTerm(self.routing, sequences, sequences.weight, site)
         scores, ids = self.router(a, site, term)
         if self.folded:
-            return (yield from self._sent(a, scores, ids, site, term))
-        entering, choosing = enter(a, site), enter_choice(scores, ids, site)
-        if entering.travels:
-            yield
-        whole = entering.wait()
-        scores, ids = choosing.wait().split(self.routing.chosen, dim=1)
-        pairs = self._count(ids.detach().long(), term)
-        rereads = entering.travels and site.sharded and not self.policy.keep_gathered
-        again = (a, site.gather_tokens) if rereads else None
-        out = self._product(("gate", "up"), whole, pairs.ends, again, pairs, "input")
-        hidden = yield from self._hidden(out, pairs.sort(scores), site)
-        out = self._product(("down",), hidden[0], pairs.ends, hidden[1], pairs, "output")
-        return out if self.shared is None else out + (yield from self.shared.turns(a, tokens))
+            return (yield from self._send(a, scores, ids, site, sequences, term))
+        return Routed(a, site, sequences, term, enter(a, site), enter_choice(scores, ids, site))
 
-    def _sent(
-        self, a: Tensor, scores: Tensor, ids: Tensor, site: OpContext, term: BalanceTerm | None
-    ) -> Turns[Returning]:
-        """Send tokens to their experts and compute these; the MLP beside them runs while the tokens travel."""
-        if term is not None:
-            term.count(site.gather_tokens(ids).wait() if site.sharded and site.x > 1 else ids)
+    def _send(
+        self,
+        a: Tensor,
+        scores: Tensor,
+        ids: Tensor,
+        site: OpContext,
+        sequences: Sequences | None,
+        term: BalanceTerm | None,
+    ) -> Turns[Sent]:
+        """Send the tokens of this rank to their experts on a fold; those that no expert takes stay."""
+        every = ids
+        if site.sharded and site.x > 1:
+            gathering = site.gather_tokens(ids.int())
+            yield
+            every = gathering.wait().long()
+        taken = yield from self._count(every, site, sequences, term)
         if site.sharded and site.y > 1:  # every rank along y multiplies its own hidden units by p
             scores = Conjugate.apply(scores, torch.clone, lambda owed: site.sum_y(owed.contiguous()).wait())
         experts = self.routing.experts
-        dispatch = Dispatch(self._count(own_rows(site, ids), None, site), experts, site)
+        chosen = every if taken is None else every.masked_fill(~taken, experts)
+        if sequences is not None and sequences.real is not None:
+            chosen = chosen.masked_fill(~sequences.real[:, None], experts)
+        dispatch = Dispatch(Pairs(rows_here(site, chosen, experts), experts), experts, site)
         land = yield from dispatch.turns(own_rows(site, a), own_rows(site, scores))
-        shared = None if self.shared is None else (yield from self.shared.turns(a, site.tokens))
-        yield
-        rows, p = land()
-        hidden = yield from self._hidden(self._product(("gate", "up"), rows, dispatch.ends), p, site)
-        out = self._product(("down",), hidden[0], dispatch.ends, hidden[1])
-        return Returning(dispatch, out, shared)
+        return Sent(dispatch, land)
 
-    def _count(self, ids: Tensor, term: BalanceTerm | None, rest: OpContext | None = None) -> Pairs:
-        """Return the pairs of these choices, and count them; at `rest` there may be padding, which does not count."""
+    def turns(self, a: Tensor, tokens: int, routed: Routed | Sent) -> Turns[Tensor | Returning]:
+        """Compute everything up to `leave`; the MLP beside the experts reads a.
+
+        The result is [m/(zx), k/y] -> [m/z, k/y] {sum x}, or what experts on a fold return.
+        """
+        self.refuse_hooks(self.shared)
+        if isinstance(routed, Sent):
+            return (yield from self._of_fold(a, tokens, routed))
+        site, entering = routed.site, routed.entering
+        if entering.travels:
+            yield
+        whole = entering.wait()
+        scores, ids = routed.choosing.wait().split(self.routing.chosen, dim=1)
+        ids = ids.detach().long()
+        taken = yield from self._count(ids, site, routed.sequences, routed.term)
+        scores = scores if taken is None else scores * taken
         pairs = Pairs(ids, self.routing.experts)
-        if term is not None:
-            term.count(ids)
-        if not self.engine.recomputing:
-            had = pairs.counts if rest is None else self._counts_at_rest(ids, rest)
-            self.load = had if self.load is None else self.load.add_(had)
-        return pairs
+        rereads = entering.travels and site.sharded and not self.policy.keep_gathered
+        again = (routed.a, site.gather_tokens) if rereads else None
+        out = self._product(("gate", "up"), whole, pairs.ends, again, pairs, "input")
+        hidden, again = yield from self._hidden(out, pairs.sort(scores), site)
+        out = self._product(("down",), hidden, pairs.ends, again, pairs, "output")
+        return out if self.shared is None else out + (yield from self.shared.turns(a, tokens))
 
-    def _counts_at_rest(self, ids: Tensor, site: OpContext) -> Tensor:
-        first = self.grid.coords["x"] * site.rows_at_rest if site.sharded else 0
-        counted = ids[: max(0, site.tokens - first)].flatten()
-        counts = torch.zeros(self.routing.experts, dtype=torch.long, device=ids.device)
-        return counts.index_add_(0, counted, torch.ones_like(counted))
+    def _of_fold(self, a: Tensor, tokens: int, sent: Sent) -> Turns[Returning]:
+        """Compute the experts of the tokens that arrive; the MLP beside them runs while these travel."""
+        dispatch = sent.dispatch
+        shared = None if self.shared is None else (yield from self.shared.turns(a, tokens))
+        yield
+        rows, p = sent.land()
+        out = self._product(("gate", "up"), rows, dispatch.ends)
+        hidden, again = yield from self._hidden(out, p, dispatch.site)
+        return Returning(dispatch, self._product(("down",), hidden, dispatch.ends, again), shared)
+
+    def _count(
+        self, ids: Tensor, site: OpContext, sequences: Sequences | None, term: BalanceTerm | None
+    ) -> Turns[Tensor | None]:
+        """Count the choices [m, K] of the place's tokens; return which pairs their experts take, or None for all."""
+        taken, before = None, None
+        limited = self.routing.capacity > 0 and sequences is not None and sequences.limited
+        if sequences is not None:
+            balances = term is not None and self.routing.aux > 0
+            if balances or (limited and sequences.shared is not None):
+                counts = SequenceCounts(sequences, ids, self.routing.experts, site)
+                if counts.travels:
+                    yield
+                choices, before = counts.wait(), counts.before
+                if term is not None:
+                    term.choices = choices
+            if limited:
+                taken = within_capacity(self.routing, sequences, ids, before)
+        self.router.count(ids, taken, None if sequences is None else sequences.real)
+        return taken
 
     def _hidden(self, out: Tensor, p: Tensor, site: OpContext) -> Turns[tuple[Tensor, tuple[Tensor, Body] | None]]:
         """Return h = silu(gate) up p of each pair, whole over y, and how backward makes it whole again."""

@@ -188,7 +188,8 @@ GridSection = make_dataclass(
 )
 
 OTHER_POLICY_FIELDS = (
-    "overlap", "compute_dtype", "reduce_dtype", "compile", "stages", "schedule", "even_tokens", "check_inputs"
+    "overlap", "compute_dtype", "reduce_dtype", "router_dtype", "compile", "stages", "schedule", "even_tokens",
+    "check_inputs",
 )  # fmt: skip
 POLICY_KEYS = {
     field.name: field.default for field in fields(Policy) if field.name not in {*OTHER_POLICY_FIELDS, *LEFT_OPEN}
@@ -209,6 +210,7 @@ class PolicyKeys:
     """Dtype of matrix products, activations and messages; auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32,
     or fp64 with fp64."""
     reduce_dtype: str | None
+    router_dtype: str
     compile: str | bool
     """Whether to compile the computation between collectives; auto compiles on a GPU."""
 
@@ -223,6 +225,7 @@ class PolicyKeys:
             overlap=overlap,
             compute_dtype=DTYPES[self.dtype],
             reduce_dtype=None if self.reduce_dtype is None else DTYPES[self.reduce_dtype],
+            router_dtype=DTYPES[self.router_dtype],
             compile=self.compile is True,
             even_tokens=True,
             **{name: getattr(self, name) for name in POLICY_KEYS},
@@ -239,6 +242,7 @@ PolicySection = make_dataclass(
     [
         ("dtype", Literal["auto", "fp32", "bf16", "fp64"], "auto"),
         ("reduce_dtype", Dtype | None, field_of(Policy)),
+        ("router_dtype", Literal["fp32", "fp64"], field_of(Policy, "fp32")),
         *((name, get_type_hints(Policy)[name], field_of(Policy, default)) for name, default in POLICY_KEYS.items()),
         *((name, Literal["auto"] | get_type_hints(Policy)[name], field_of(Policy, AUTO)) for name in LEFT_OPEN),
         ("compile", Literal["auto"] | bool, "auto"),
