@@ -35,7 +35,7 @@ import torch
 
 import fourfold as ff
 from benchmarks.experts.bounds import Bounds, MessageBuffers
-from benchmarks.experts.plain_experts import PlainBlock
+from benchmarks.experts.plain_experts import ExpertParallelBlock
 from benchmarks.experts.waits import HostWaits, WaitTimes, waits_of_dispatch
 from benchmarks.experts.workload import (
     LARGEST_ERROR,
@@ -86,7 +86,7 @@ def prepare(state: BlockRank, size: BlockSize, ways: Sequence[Way]) -> dict[str,
     state.sides.clear()
     state.bounds.clear()
     weights, buffers = weights_of(size, state.device), MessageBuffers()
-    plain = PlainBlock(state, size, weights)
+    plain = ExpertParallelBlock(state, size, weights)
     state.sides[PLAIN], state.waits[PLAIN] = plain, plain.waits
     right, found = plain.results(), {}
     for way in ways:

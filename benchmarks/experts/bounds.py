@@ -1,8 +1,8 @@
 """The bounds of a step with experts: its computation alone, and its communication alone.
 
-Both run what a real step has done. Computation alone mutes the grid, and takes the counts of the real step, because
-those of messages that are not sent would be any numbers. Communication alone sends the messages of the real step, with
-nothing computed between them; its all-to-alls have the same uneven parts.
+Both run what a real step has done. Computation alone mutes the grid, and takes the choices and counts of the real step,
+because those of messages that are not sent would be any numbers. Communication alone sends the messages of the real
+step, with nothing computed between them; its all-to-alls have the same uneven parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from benchmarks.shared.models import IN_FLIGHT
 from fourfold import comm, wire
 from fourfold.grid import Grid
-from fourfold.nn.dispatch import Dispatch
+from fourfold.nn.dispatch import Dispatch, Pairs
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The functions of `wire` that a step calls."""
@@ -67,20 +67,29 @@ class Bounds:
         self.step, self.grid = step, grid
         sent: list[SentMessage] = []
         self.counts: list[CountsOfDispatch] = []
-        with _noting_messages(sent), _noting_counts(self.counts):
+        self.choices: list[Tensor] = []
+        """The experts of tokens, of each half."""
+        with _noting_messages(sent), _noting_counts(self.counts), _noting_choices(self.choices):
             step()
         take = buffers.taking()
         self.messages = [SentMessage(each.function, tree_map_only(Tensor, take, each.args)) for each in sent]
 
     def compute(self) -> None:
         """Take a step that sends nothing; its results mean nothing."""
-        left = deque(self.counts)
+        counts, choices, sort = deque(self.counts), deque(self.choices), Pairs.__init__
 
         def known(dispatch: Dispatch) -> Callable[[], list[list[list[int]]]]:
-            dispatch.sent, counts = left.popleft()
-            return lambda: counts
+            dispatch.sent, found = counts.popleft()
+            return lambda: found
 
-        with comm.muted(self.grid), mock.patch.object(Dispatch, "_launch_counts", known):
+        def sort_known(pairs: Pairs, _: Tensor, experts: int) -> None:
+            sort(pairs, choices.popleft(), experts)
+
+        with (
+            comm.muted(self.grid),
+            mock.patch.object(Dispatch, "_launch_counts", known),
+            mock.patch.object(Pairs, "__init__", sort_known),
+        ):
             self.step()
 
     def communicate(self) -> None:
@@ -127,4 +136,16 @@ def _noting_counts(found: list[CountsOfDispatch]) -> Iterator[None]:
         plan(self, counts)
 
     with mock.patch.object(Dispatch, "_plan", noting):
+        yield
+
+
+@contextmanager
+def _noting_choices(found: list[Tensor]) -> Iterator[None]:
+    sort = Pairs.__init__
+
+    def noting(self: Pairs, ids: Tensor, experts: int) -> None:
+        found.append(ids.clone())
+        sort(self, ids, experts)
+
+    with mock.patch.object(Pairs, "__init__", noting):
         yield

@@ -21,7 +21,7 @@ from benchmarks.experts.workload import BlockResult, BlockSize, joined, tokens_o
 from benchmarks.shared.rank_pool import RankContext
 
 
-class PlainExperts(nn.Module):
+class ExpertParallelLayer(nn.Module):
     """A router, and this rank's experts."""
 
     def __init__(self, size: BlockSize, weights: Mapping[str, Tensor], waits: HostWaits) -> None:
@@ -71,12 +71,12 @@ class PlainExperts(nn.Module):
         return torch.empty_like(out).index_copy(0, order, out)
 
 
-class PlainBlock:
+class ExpertParallelBlock:
     """The peer's side: forward and backward, and the sum of the router's gradient over all ranks."""
 
     def __init__(self, context: RankContext, size: BlockSize, weights: Mapping[str, Tensor]) -> None:
         self.waits = HostWaits(context.device)
-        self.module = PlainExperts(size, weights, self.waits)
+        self.module = ExpertParallelLayer(size, weights, self.waits)
         a, self.dout = tokens_of(size, context.rank, context.device)
         self.a = a.requires_grad_()
 
