@@ -15,6 +15,10 @@ R pairs that arrive at its experts:
     combine    out[t] = sum_j o[t, j] in the order of j, [m/(zx), k/y]                     E19
 
 The bits of p travel in further columns of the rows. Backward sends along the same ways in the other direction.
+
+With room C for the pairs of a rank and an expert, which a capacity gives, every rank sends C rows for each expert, of
+which the last ones may be empty. All numbers of rows are known beforehand: there are no counts, the host does not wait,
+and a CUDA graph can contain the step.
 """
 
 from __future__ import annotations
@@ -108,7 +112,9 @@ class UnpackScores(torch.autograd.Function):
 class Dispatch:
     """The way of the pairs of one half of a batch to their experts and back."""
 
-    def __init__(self, pairs: Pairs, experts: int, site: OpContext) -> None:
+    def __init__(self, pairs: Pairs, experts: int, site: OpContext, room: int = 0) -> None:
+        """`room` are the rows that are sent for each expert; 0 for as many as there are pairs."""
+        self.room = room
         self.pairs, self.site, self.grid, self.label = pairs, site, site.grid, site.label
         ranks = self.grid.size("expert")
         self.shares = [len(chunk(experts, ranks, rank)) for rank in range(ranks)]
@@ -129,14 +135,19 @@ class Dispatch:
 
         It returns what waits for the rows that arrive: by expert, [R, k/y], and the score of each, [R, 1].
         """
-        counting = self._launch_counts()
+        counting = None if self.room else self._launch_counts()
         pairs = self.pairs
         p = pairs.sort(scores)
         p = p.to(torch.promote_types(p.dtype, a.dtype))
         packed = PackScores.apply(Conjugate.apply(a, pairs.pick, pairs.combine), p)
-        yield  # the other half computes while the counts travel
-        self._plan(counting())
-        packed = packed[: sum(self.sent)]
+        if counting is None:
+            here = [[self.room] * self.own] * len(self.shares)
+            self._plan(self._noted([self.room] * sum(self.shares), [here] * self.grid.size("ex")))
+            packed = Conjugate.apply(packed, self._into_room, self._out_of_room)
+        else:
+            yield  # the other half computes while the counts travel
+            self._plan(counting())
+            packed = packed[: sum(self.sent)]
         arriving: AsyncResult | Ready = Ready(packed)
         if self.grid.size("expert") > 1:
             arriving = self.site.launch(packed, self._to_experts, self._from_experts)
@@ -161,7 +172,10 @@ class Dispatch:
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return the sums over the choices of each token, [P, k/y] -> [m/(zx), k/y] (E19); pairs that stayed are 0."""
-        rows = functional.pad(rows, (0, 0, 0, len(self.pairs.order) - len(rows)))
+        if self.room:
+            rows = Conjugate.apply(rows, self._out_of_room, self._into_room)
+        else:
+            rows = functional.pad(rows, (0, 0, 0, len(self.pairs.order) - len(rows)))
         return Conjugate.apply(rows, self.pairs.combine, self.pairs.pick)
 
     # --- counts
@@ -178,7 +192,7 @@ class Dispatch:
             here = arriving.wait().view(1, ranks, self.own)
             return comm.all_gather(here, grid, "ex", label=self.label).wait() if many else here
 
-        if counts.is_meta:
+        if counts.is_meta or grid.muted:  # there are no numbers
             return lambda: (found(), self._balanced())[1]
         if not counts.is_cuda:
             return lambda: self._noted(counts.tolist(), found().tolist())
@@ -191,7 +205,7 @@ class Dispatch:
         return found
 
     def _balanced(self) -> list[list[list[int]]]:
-        """Return the counts of a dry run, which has no numbers: equally many pairs for every expert."""
+        """Return the counts of a dry run: equally many pairs for every expert."""
         pairs, experts = len(self.pairs.order), sum(self.shares)
         counts = [pairs // experts + (expert < pairs % experts) for expert in range(experts)]
         first = sum(self.shares[: self.grid.coords["expert"]])
@@ -230,6 +244,25 @@ class Dispatch:
         by_expert = [sum(length for of, _, length in runs if of == expert) for expert in range(self.own)]
         self.ends = torch.tensor(list(accumulate(by_expert)), dtype=torch.int32, device=self.ends.device)
         self.order = _concatenated([(begin, length) for _, begin, length in sorted(runs)], self.order.device)
+
+    # --- room
+
+    def _into_room(self, of_pairs: Tensor) -> Tensor:
+        """Return the rows of pairs where each expert has room for them, [P, w] -> [E C, w]; empty rows are 0."""
+        pairs, most = self.pairs, len(of_pairs) - 1
+        places = torch.arange(self.room, device=of_pairs.device)
+        begin, counts = pairs.ends - pairs.counts, pairs.counts
+        rows = of_pairs.index_select(0, (begin[:, None] + places).clamp(max=most).flatten())
+        return rows.masked_fill_((places >= counts[:, None]).view(-1, 1), 0)
+
+    def _out_of_room(self, rows: Tensor) -> Tensor:
+        """Return the inverse; pairs that stayed get 0."""
+        pairs = self.pairs
+        places = torch.arange(len(pairs.order), device=rows.device)
+        expert = torch.searchsorted(pairs.ends, places, right=True)
+        stayed, expert = expert >= len(pairs.ends), expert.clamp(max=len(pairs.ends) - 1)
+        place = places - (pairs.ends - pairs.counts)[expert] + expert * self.room
+        return rows.index_select(0, place.clamp(max=len(rows) - 1)).masked_fill_(stayed[:, None], 0)
 
     # --- ways
 
