@@ -58,7 +58,7 @@ class PaperGrid(Grid):
     """A grid of one rank without a process group: layers can be declared on it, but nothing can run."""
 
     def __init__(self) -> None:
-        self.shape, self.rank = Shape(), 0
+        self.shape, self.rank, self.device = Shape(), 0, torch.device("meta")
         self.coords = self.shape.coords(0)
 
 
