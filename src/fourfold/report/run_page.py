@@ -841,7 +841,8 @@ def _expert_heat(record: ExpertsRecord | None) -> Figure | None:
     scale = [[0, "var(--accent)"], [1 / most, "var(--card)"], [1, "var(--strong)"]]
     bar = {"title": {"text": "times the mean", "side": "right"}, "thickness": 12, "outlinewidth": 0}
     layout = plot_layout(
-        max(210, min(900, 110 + 22 * len(record.blocks))), **axes, annotations=texts, showlegend=False, hovermode="closest",
+        max(210, min(900, 110 + 22 * len(record.blocks))), **axes, annotations=texts, showlegend=False,
+        hovermode="closest",
         coloraxis={"colorscale": scale, "cmin": 0, "cmax": most, "colorbar": bar},
     )  # fmt: skip
     layout["margin"] = {**layout["margin"], "r": 90}
