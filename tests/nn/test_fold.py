@@ -91,7 +91,6 @@ STEPS: list[tuple[Shape, dict[str, Any], int]] = [
     (Shape(x=2, pipe=2, ex=2), dict(gather_weights="step"), 2),
     (Shape(data=4, expert=2, ez=2), dict(keep_weights=True), 2),
     (Shape(x=4, expert=4), {}, 1),
-    (Shape(y=2, x=2, expert=2), dict(compile=True), 1),
 ]
 
 

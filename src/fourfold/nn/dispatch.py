@@ -14,7 +14,8 @@ R pairs that arrive at its experts:
     return     [R, k/y] -> [P, k/y]                                                        all-to-all over expert
     combine    out[t] = sum_j o[t, j] in the order of j, [m/(zx), k/y]                     E19
 
-The bits of p travel in further columns of the rows. Backward sends along the same ways in the other direction.
+The bits of p travel in further columns of the rows. Backward sends along the same ways in the other direction. Where
+expert and ex have one rank each, pairs only come in turn by expert: nothing is counted or sent.
 
 With room C for the pairs of a rank and an expert, which a capacity gives, every rank sends C rows for each expert, of
 which the last ones may be empty. All numbers of rows are known beforehand: there are no counts, the host does not wait,
@@ -24,7 +25,7 @@ and a CUDA graph can contain the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch.nn import functional
 from fourfold import comm
 from fourfold.comm import Pending
 from fourfold.engine import Turns
+from fourfold.grid import Grid
 from fourfold.layout import chunk
 from fourfold.operators import AsyncResult, Conjugate, OpContext, Ready, once_differentiable
 
@@ -116,6 +118,7 @@ class Dispatch:
         """`room` are the rows that are sent for each expert; 0 for as many as there are pairs."""
         self.room = room
         self.pairs, self.site, self.grid, self.label = pairs, site, site.grid, site.label
+        self.stays = stays(self.grid)
         ranks = self.grid.size("expert")
         self.shares = [len(chunk(experts, ranks, rank)) for rank in range(ranks)]
         """The number of experts of each rank along expert."""
@@ -135,14 +138,17 @@ class Dispatch:
 
         It returns what waits for the rows that arrive: by expert, [R, k/y], and the score of each, [R, 1].
         """
-        counting = None if self.room else self._launch_counts()
         pairs = self.pairs
         p = pairs.sort(scores)
         p = p.to(torch.promote_types(p.dtype, a.dtype))
+        if self.stays:
+            rows = Conjugate.apply(a, pairs.pick, pairs.combine)
+            return lambda: (rows, p)
+        counting = None if self.room else self._launch_counts()
         packed = PackScores.apply(Conjugate.apply(a, pairs.pick, pairs.combine), p)
         if counting is None:
             here = [[self.room] * self.own] * len(self.shares)
-            self._plan(self._noted([self.room] * sum(self.shares), [here] * self.grid.size("ex")))
+            self._plan(self._noted([self.room] * sum(self.shares), [here] * self.grid.size("ex")), _kept_tables)
             packed = Conjugate.apply(packed, self._into_room, self._out_of_room)
         else:
             yield  # the other half computes while the counts travel
@@ -163,6 +169,8 @@ class Dispatch:
 
     def returning(self, out: Tensor) -> AsyncResult | Ready:
         """Send the outputs of the experts back, [R, k/y] {sum ex} -> [P, k/y]."""
+        if self.stays:
+            return Ready(out)
         out = Conjugate.apply(out, self._unsorted, self._sorted)
         if self.grid.size("ex") > 1:
             out = Conjugate.apply(out, self._part, self._join)
@@ -229,21 +237,22 @@ class Dispatch:
 
         return on_host
 
-    def _plan(self, counts: list[list[list[int]]]) -> None:
+    def _plan(self, counts: list[list[list[int]]], tables: Callable[..., tuple[Tensor, Tensor]] | None = None) -> None:
         """Work out what is sent, and in which order rows are multiplied, from the counts by ex, source and expert."""
         mine = counts[self.grid.coords["ex"]]
         self.taken = [sum(of_source) for of_source in mine]
         self.arrived = [sum(map(sum, of_member)) for of_member in counts]
         runs = []  # of rows that come from one rank for one expert: its expert, where it begins, its length
+        by_expert = [0] * self.own
         for number, of_member in enumerate(counts):
             begin = number * max(self.arrived)
             for of_source in of_member:
                 for expert, length in enumerate(of_source):
                     runs.append((expert, begin, length))
+                    by_expert[expert] += length
                     begin += length
-        by_expert = [sum(length for of, _, length in runs if of == expert) for expert in range(self.own)]
-        self.ends = torch.tensor(list(accumulate(by_expert)), dtype=torch.int32, device=self.ends.device)
-        self.order = _concatenated([(begin, length) for _, begin, length in sorted(runs)], self.order.device)
+        in_turn = tuple((begin, length) for _, begin, length in sorted(runs))
+        self.ends, self.order = (tables or _tables)(tuple(by_expert), in_turn, self.order.device)
 
     # --- room
 
@@ -291,14 +300,34 @@ class Dispatch:
         return whole.index_copy_(0, self.order, rows)
 
 
-def _concatenated(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """Return the numbers of several ranges, given by where they begin and how long they are, one after another."""
+def stays(grid: Grid) -> bool:
+    """Return whether tokens stay where they are on a fold: every rank has some of the weights of all experts."""
+    return grid.size("expert") == 1 and grid.size("ex") == 1
+
+
+def _tables(
+    by_expert: tuple[int, ...], runs: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return where the rows of each expert end, and which rows come in turn, on a device.
+
+    The rows that come in turn are runs, given by where they begin and how long they are.
+    """
     total = sum(length for _, length in runs)
     ends = accumulate(length for _, length in runs)
     ahead = [begin - (end - length) for (begin, length), end in zip(runs, ends, strict=True)]
     lengths = torch.tensor([length for _, length in runs], dtype=torch.long, device=device)
     shift = torch.tensor(ahead, dtype=torch.long, device=device).repeat_interleave(lengths, output_size=total)
-    return shift + torch.arange(total, device=device)
+    ends_of_experts = torch.tensor(list(accumulate(by_expert)), dtype=torch.int32, device=device)
+    return ends_of_experts, shift + torch.arange(total, device=device)
+
+
+@lru_cache(maxsize=16)
+def _kept_tables(
+    by_expert: tuple[int, ...], runs: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return `_tables` of padded rows, which every step needs again: a step that is recorded cannot make them."""
+    with torch.inference_mode(mode=False):  # later steps may train
+        return _tables(by_expert, runs, device)
 
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
