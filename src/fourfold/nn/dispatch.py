@@ -138,20 +138,19 @@ class Dispatch:
 
         It returns what waits for the rows that arrive: by expert, [R, k/y], and the score of each, [R, 1].
         """
-        pairs = self.pairs
+        pairs, counting = self.pairs, None if self.stays or self.room else self._launch_counts()
         p = pairs.sort(scores)
         p = p.to(torch.promote_types(p.dtype, a.dtype))
+        rows = Conjugate.apply(a, pairs.pick, pairs.combine)
+        packed = rows if self.stays else PackScores.apply(rows, p)
+        yield  # the other half computes while the counts travel
         if self.stays:
-            rows = Conjugate.apply(a, pairs.pick, pairs.combine)
             return lambda: (rows, p)
-        counting = None if self.room else self._launch_counts()
-        packed = PackScores.apply(Conjugate.apply(a, pairs.pick, pairs.combine), p)
         if counting is None:
             here = [[self.room] * self.own] * len(self.shares)
             self._plan(self._noted([self.room] * sum(self.shares), [here] * self.grid.size("ex")), _kept_tables)
             packed = Conjugate.apply(packed, self._into_room, self._out_of_room)
         else:
-            yield  # the other half computes while the counts travel
             self._plan(counting())
             packed = packed[: sum(self.sent)]
         arriving: AsyncResult | Ready = Ready(packed)
