@@ -628,7 +628,7 @@ class Seconds:
     def transfer(self, record: Collective) -> TransferCost:
         key = (record.op, record.axis, record.nbytes if record.sent < 0 else record.sent)
         if key not in self._transfers:
-            if record.ranks != self.shape.named[record.axis]:
+            if record.ranks != self.shape.group_sizes[record.axis]:
                 raise ValueError(f"{record} is of {record.ranks} ranks and not of the grid {self.shape}")
             self._transfers[key] = self._transfer(record)
         return self._transfers[key]
@@ -676,7 +676,7 @@ class Seconds:
 
     def _hop_latency(self, axis: str) -> float:
         """Return the seconds of one hop between neighbours along an axis, of which some may be on different nodes."""
-        route, size = self.link(axis), self.shape.named[axis]
+        route, size = self.link(axis), self.shape.group_sizes[axis]
         between = self.machine.between
         return between.latency if route.crosses and between is not None else route.latency / max(1, size - 1)
 
