@@ -123,6 +123,7 @@ class MixtureProgram:
         yield  # the other half computes while the counts travel
         counting.wait()
         host.communicate(lambda: half.message("all_gather", "ex", half.counts_joined_nbytes, label))
+        host.read_result()  # the numbers of rows
         self.entering = host.move(
             "expert",
             lambda: half.all_to_all(half.dispatch_nbytes, half.dispatch_sent_nbytes, label, "expert"),
@@ -356,7 +357,8 @@ class PlannedExperts:
         host.on_backward(self._run_backward)
 
     def _multiply(self, equation: str, m: int, k: int, n: int) -> None:
-        product = MatmulOp(f"{equation} {self.label}", m, k, n, equation == "E3", self.half.expert_parts)
+        parts, sent = self.half.expert_parts, self.host.structure.folded
+        product = MatmulOp(f"{equation} {self.label}", m, k, n, equation == "E3", parts, sent)
         for _ in self.names:
             self.host.compute(product)
 

@@ -110,6 +110,10 @@ class WaitOp(NamedTuple):
     flight: int
 
 
+class HostWaitOp(NamedTuple):
+    """A wait of the host until the device has done all work so far, of which it reads a result."""
+
+
 class MatmulOp(NamedTuple):
     """A matrix product [m, k] x [k, n] on this rank, or one kernel that computes as many as there are experts."""
 
@@ -121,6 +125,8 @@ class MatmulOp(NamedTuple):
     """Whether the product makes dw, which no message waits for."""
     parts: int = 1
     """How many products share the m rows, or the k rows of a product that makes dw; each has a factor of its own."""
+    sent: bool = False
+    """Whether tokens were sent to these experts, so that the rank of the busiest expert has more rows."""
 
     @property
     def flops(self) -> int:
@@ -160,7 +166,7 @@ class FreeOp(NamedTuple):
 
 ComputeOp = MatmulOp | AttentionOp | ElementwiseOp
 MemoryOp = AllocOp | FreeOp
-Work = LaunchOp | CopyOp | WaitOp | ComputeOp | MemoryOp
+Work = LaunchOp | CopyOp | WaitOp | HostWaitOp | ComputeOp | MemoryOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +354,11 @@ class Rehearsal:
         self.work.append(CopyOp(self._flights, label, nbytes, back))
         self._flights += 1
         return PlannedWait(self.work, [self._flights - 1])
+
+    def read_result(self) -> None:
+        """Let the host wait for the work so far."""
+        if not self.silent:
+            self.work.append(HostWaitOp())
 
     def communicate(self, records: Records) -> None:
         """Launch the collectives one after another and wait for each at once."""

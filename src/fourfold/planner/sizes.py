@@ -91,6 +91,13 @@ def names_of_layer(config: ModelConfig, mixture: bool) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
+def _names_of_experts(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the parameters that a folded grid cuts in a way of its own, in the first layer."""
+    specs = parameter_specs(config, "sharded", folded=True)
+    return tuple(name for name, spec in specs.items() if spec.gathered != GATHERED)
+
+
+@lru_cache(maxsize=256)
 def owed_axes(config: ModelConfig, activations: Activations, *, folded: bool = False) -> dict[str, tuple[str, ...]]:
     """Return the axes that the gradient of each of these parameters owes a sum over."""
     return {name: spec.owes for name, spec in parameter_specs(config, activations, folded=folded).items()}
@@ -747,6 +754,22 @@ class LocalSizes:
     def parameters(self) -> int:
         """The elements of all shards of this rank."""
         return self.layers_shard(self.held.layers) + self._parameters.outside_layers(self.held)
+
+    def expert_shard(self, layers: Sequence[int]) -> int:
+        """Return the elements of this rank's shards of the experts of some layers on a fold; 0 on other grids."""
+        if not self.shape.folded:
+            return 0
+        mixtures = sum(map(self.config.is_mixture, layers))
+        return mixtures * sum(self.parameter(name).shard for name in _names_of_experts(self.config))
+
+    @cached_property
+    def replica_share(self) -> float:
+        """The share of a rank's parameters that it steps, if replicas share the steps of a sharded optimizer."""
+        data, edata = (self.shape.cuts[axis] for axis in REPLICAS)
+        experts = self.expert_shard(self.held.layers)
+        if not experts:
+            return 1 / data
+        return ((self.parameters - experts) / data + experts / edata) / self.parameters
 
     def units_nbytes(self, layers: Sequence[int], *, embedding: bool, head: bool) -> int:
         """Return the bytes of a rank's shards of some layers, and of embedding and head where they are asked for."""

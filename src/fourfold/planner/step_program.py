@@ -213,7 +213,7 @@ def expect_weights(model: TransformerProgram, part: ModelPart) -> None:
 def optimize(model: TransformerProgram, *, clip: bool, step: bool) -> None:
     """Compute the norm of all gradients if `clip`, and AdamW's step, which reads p, g, m, v and writes p, m, v."""
     host, sizes, shards = model.host, model.sizes, model.policy.shard_optimizer
-    own = sizes.parameter_nbytes // (sizes.shape.sizes[REPLICA] if shards else 1)
+    own = int(sizes.parameter_nbytes * sizes.replica_share) if shards else sizes.parameter_nbytes
     if clip:
         host.compute(ElementwiseOp("gradient norm", own))
         for axis in (PIPE, *CUTS):
