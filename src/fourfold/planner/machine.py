@@ -591,8 +591,8 @@ class Seconds:
 
     `mode` says how the host gives the work to the device, `compiled` whether kernels between products are fused. Axes
     in `routes` have these links, as in a larger grid of which this one is a part. Of the experts of a mixture one has
-    `imbalance` times the mean of their rows, and the others share the rest; where tokens are sent to experts, the rank that
-    has that one sets the pace, with `imbalance` times the rows.
+    `imbalance` times the mean of their rows, and the others share the rest; where tokens are sent to experts, the rank
+    that has that one sets the pace, with `imbalance` times the rows.
     """
 
     def __init__(
