@@ -436,11 +436,11 @@ def random_value(draw: random.Random, key: str) -> Any:
 def random_config(draw: random.Random) -> TrainConfig:
     table: dict[str, Any] = {}
     for key in KEYS:
+        # others must fit them, or they known names
         fitting = (
-            "batch.micro_steps",
-            "optimizer.name",
-            "pipeline.schedule",
-        )  # others must fit them, or they known names
+            *("batch.micro_steps", "optimizer.name", "pipeline.schedule"),
+            *("grid.context", "grid.expert", "grid.ex", "grid.ez"),
+        )
         alone = key.startswith("data.sources") or key in fitting
         if draw.random() < 0.5 and not alone:
             section, _, name = key.partition(".")
