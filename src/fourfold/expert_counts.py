@@ -119,12 +119,13 @@ class CountsFile:
         self._transitions.close()
 
 
-def read_counts(folder: Path, most: int | None = None) -> Iterator[StepCounts]:
+def read_counts(folder: Path, most: int | None = None, *, last: int | None = None) -> Iterator[StepCounts]:
     """Yield the counts of all recorded steps of a run, in order; none if it has no mixture of experts.
 
-    Of more than `most` steps so many are read, evenly chosen, the last one included.
+    With `last` only so many of the last steps are read, and of more than `most` so many, evenly chosen, the last one
+    included.
     """
-    for step, flat, blocks, experts in _read(folder / COUNTS, MAGIC, most=most):
+    for step, flat, blocks, experts in _read(folder / COUNTS, MAGIC, most=most, last=last):
         yield StepCounts(step, [flat[block * experts : (block + 1) * experts] for block in range(blocks)])
 
 
@@ -176,7 +177,7 @@ def _records(file: BinaryIO, size: int) -> Iterator[_StepRecord]:
 def _read_head(path: Path, magic: bytes, head: bytes) -> tuple[int, int]:
     if len(head) < HEAD.size or not head.startswith(magic):
         raise ValueError(
-            f"{path} does not hold records of experts: it begins with {head[:8]!r}, and not with {magic!r}; move it away"
+            f"{path} has no records of experts: it begins with {head[:8]!r}, and not with {magic!r}; move it away"
         )
     _, blocks, experts = HEAD.unpack(head)
     return blocks, experts
