@@ -1,14 +1,12 @@
 """DeepSpeed's ZeRO-3 as a trainer, with its defaults, on the plain decoder of `shared/decoder.py`.
 
 DeepSpeed reads its accelerator, here the CPU, from an environment variable when it is first imported. It uses all ranks
-of the job for data parallelism. Its shared-memory collectives, which it compiles at the start, are disabled, because
-they would bypass the network that is measured.
+of the job for data parallelism.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 
 import torch
@@ -18,6 +16,7 @@ from torch.nn import functional
 
 from benchmarks.cluster.trainer_base import Trainer
 from benchmarks.shared.decoder import Decoder
+from benchmarks.shared.deepspeed_cpu import start_deepspeed
 from benchmarks.shared.models import MAX_NORM, adamw
 from benchmarks.shared.peers import init_weights, rows_of
 from benchmarks.shared.workloads import Workload
@@ -38,7 +37,7 @@ class DeepSpeedTrainer(Trainer):
     """ZeRO-3 with clipping by DeepSpeed's engine and torch's AdamW."""
 
     def __init__(self, workload: Workload, mesh: DeviceMesh) -> None:
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        start_deepspeed()
         self.tokens, self.targets = rows_of(workload, mesh["dp"], torch.device("cpu"))
         module = Decoder(workload.config).to(workload.dtype)
         init_weights(module, workload.config)
@@ -50,8 +49,6 @@ class DeepSpeedTrainer(Trainer):
             "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own CPU optimizer needs a compiler
             "zero_allow_untested_optimizer": True,
         }
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module.parameters()), config=config)
 
     def step(self) -> Tensor:

@@ -41,6 +41,7 @@ from torch.nn import functional
 import fourfold as ff
 from benchmarks.cluster.each_rank import add_rank_of, measure_on_cluster, run_rank
 from benchmarks.cluster.emulate import ClusterShape
+from benchmarks.shared.deepspeed_cpu import start_deepspeed
 from benchmarks.shared.rank_pool import RankContext, RankPool
 from benchmarks.shared.tables import RESULTS, markdown_table, verdict
 from fourfold.axes import CONTEXT
@@ -110,13 +111,9 @@ class FusedAttention(nn.Module):
 
 def deepspeed_side(lengths: tuple[int, ...]) -> tuple[Callable[..., Tensor], Tensor, int]:
     """Return DeepSpeed's attention, the tokens of this rank, and the bytes that it sends in a step."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("LOCAL_RANK", "0")
-    import deepspeed  # an optional peer, slow to import
+    start_deepspeed()
     from deepspeed.sequence.layer import DistributedAttention
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     layer = DistributedAttention(FusedAttention(mask_of(lengths)), dist.group.WORLD, scatter_idx=2, gather_idx=1)
     own = torch.arange(sum(lengths)).chunk(ranks)[rank]

@@ -1,13 +1,11 @@
 """DeepSpeed's pipeline as a peer on the CPU: its 1F1B with a stage per rank, each a module that sleeps.
 
 A step of DeepSpeed includes its optimizer, here SGD on one small vector per stage with a learning rate of 0. DeepSpeed
-reads its accelerator from an environment variable when it is first imported, and its shared-memory collectives, which
-it compiles at the start, are disabled.
+reads its accelerator from an environment variable when it is first imported.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from itertools import repeat
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.shared.deepspeed_cpu import start_deepspeed
 from benchmarks.shared.models import BenchmarkModel
 from benchmarks.speed.pipeline_lines import PipeLine
 from benchmarks.speed.pipeline_stages import Sleeper, SleepingModule, StackSize, loss_of
@@ -33,10 +32,7 @@ class DeepSpeedPipeline(BenchmarkModel):
     shard_inits = []  # noqa: RUF012
 
     def __init__(self, line: PipeLine, size: StackSize) -> None:
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        os.environ.setdefault("LOCAL_RANK", "0")
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        start_deepspeed()
         sleeper = Sleeper(size.sleep_seconds)
         stages = [LayerSpec(SleepingModule, sleeper, size.hidden) for _ in range(line.ranks)]
         self.module: nn.Module = PipelineModule(

@@ -155,7 +155,7 @@ def _read(
             yield record.step, flat, blocks, experts
 
 
-class _StepRecord(NamedTuple):
+class _CountsAt(NamedTuple):
     """Where the compressed counts of a step are in the file."""
 
     step: int
@@ -163,14 +163,14 @@ class _StepRecord(NamedTuple):
     end: int
 
 
-def _records(file: BinaryIO, size: int) -> Iterator[_StepRecord]:
+def _records(file: BinaryIO, size: int) -> Iterator[_CountsAt]:
     """Yield the whole records of a file whose head was read."""
     while len(head := file.read(RECORD.size)) == RECORD.size:
         step, nbytes = RECORD.unpack(head)
         begin = file.tell()
         if begin + nbytes > size:
             return
-        yield _StepRecord(step, begin, begin + nbytes)
+        yield _CountsAt(step, begin, begin + nbytes)
         file.seek(begin + nbytes)
 
 

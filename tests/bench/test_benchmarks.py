@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "planner": {"shared", "speed", "cluster", "planner"},
     "checkpoint": {"shared", "checkpoint"},
     "context": {"shared", "speed", "cluster", "context"},
+    "experts": {"shared", "speed", "cluster", "experts"},
 }
 
 

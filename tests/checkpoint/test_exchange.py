@@ -22,13 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fourfold as ff
 from exchanged import TOKENS, VOCAB, logits, logits_on, whole, write_run, write_run_on
 from fourfold import cli
-from fourfold.checkpoint.format import read_record
+from fourfold.checkpoint.format import MODEL, read_record
 from fourfold.checkpoint.hf_weights import TensorMapping, match_names
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.commands.import_export import export_model, import_model
 from fourfold.data.tokenizer import ByteTokenizer, load_tokenizer
 from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
+from fourfold.models.hugging_face import read_config_json
 from fourfold.train.config import read_config
 from harness import DEVICE
 
@@ -67,10 +68,22 @@ THEIRS: dict[str, Any] = {
         max_position_embeddings=64, hidden_act="gelu_new", use_parallel_residual=False,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
     ),
+    "mixtral": lambda: transformers.MixtralConfig(**LLAMA, num_local_experts=5),
+    "mixtral-tied": lambda: transformers.MixtralConfig(
+        **LLAMA, num_local_experts=3, num_experts_per_tok=3, head_dim=6, tie_word_embeddings=True
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **LLAMA, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24
+    ),
+    "qwen3_moe-normalized": lambda: transformers.Qwen3MoeConfig(
+        **LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=6, norm_topk_prob=True,
+        mlp_only_layers=[0], tie_word_embeddings=True,
+    ),
 }  # fmt: skip
 
 LLAMA_LIKE = dict(norm="rms", mlp="swiglu", positions="rope", rope_theta=500.0, bias=False, tied=False)
 SIZES: dict[str, Any] = dict(layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, mlp_hidden=48, vocab=VOCAB, seq=64)
+EXPERTS: dict[str, Any] = dict(experts=5, expert_hidden=48)
 OURS = {
     "gpt2": ModelConfig(**SIZES, dropout=0.25),
     "gpt2-untied": ModelConfig(**SIZES, tied=False, norm_eps=1e-3),
@@ -88,14 +101,30 @@ OURS = {
     "qwen3": ModelConfig(
         **{**SIZES, **LLAMA_LIKE, "hidden": 40, "heads": 3, "kv_heads": 1}, qk_norm=True, norm_eps=1e-6
     ),
-}
+    "mixtral": ModelConfig(**{**SIZES, **LLAMA_LIKE}, **EXPERTS, aux=0.125),
+    "mixtral-tied": ModelConfig(
+        **{**SIZES, **LLAMA_LIKE, "hidden": 40, "heads": 3, "kv_heads": 1, "tied": True},
+        experts=3, top_k=1, expert_hidden=48,
+    ),
+    "qwen3_moe": ModelConfig(
+        **{**SIZES, **LLAMA_LIKE, "heads": 8, "kv_heads": 2}, qk_norm=True, experts=5, top_k=3, expert_hidden=24,
+        normalize_top_k=False, dense_layers=1,
+    ),
+    "qwen3_moe-normalized": ModelConfig(
+        **{**SIZES, **LLAMA_LIKE, "kv_heads": 2, "head_dim": 6, "tied": True}, qk_norm=True, experts=4,
+        expert_hidden=24, aux=0.125,
+    ),
+}  # fmt: skip
+
+MIXTURES = ("mixtral", "qwen3_moe")
 
 
 def foreign_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(THEIRS[name]())
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            parameter.copy_(whole(parameter_name.replace("ln_", "norm."), tuple(parameter.shape)))
+            plain = parameter_name.replace("ln_", "norm.")
+            parameter.copy_(whole(plain, tuple(parameter.shape), mixture=name.startswith(MIXTURES)))
     return model.to(dtype).eval()
 
 
@@ -168,6 +197,15 @@ def test_an_imported_model_has_them_on_four_ranks(ranks, tmp_path: Path, name: s
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_an_imported_mixture_has_them_on_grids(ranks, tmp_path: Path, name: str) -> None:
+    source, expected = saved(tmp_path / "theirs", name)
+    import_model(source, tmp_path / "run")
+    for shape in (Shape(x=2), Shape(y=2), Shape(z=2), Shape(x=2, z=2)):
+        for found in ranks(shape.world).run(logits_on, tmp_path / "run", shape):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_transformers_has_the_logits_of_an_exported_model(tmp_path: Path, name: str) -> None:
     run = write_run(tmp_path / "run", OURS[name], Grid.alone(DEVICE))
@@ -217,6 +255,41 @@ def test_there_and_back_through_a_pipeline_is_the_same_run(ranks, tmp_path: Path
     (here / "checkpoints" / "step-00000007").rename(here / "checkpoints" / "step-00000000")
     before, after = (ranks(2).run(logits_on, run, pipe) for run in (here, tmp_path / "back"))
     assert all(torch.equal(found, before[0]) for found in (*before, *after))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_that_four_ranks_wrote_goes_there_and_back(ranks, tmp_path: Path, name: str) -> None:
+    ranks(4).run(write_run_on, tmp_path / "run", OURS[name], Shape(x=2, z=2))
+    export_model(tmp_path / "run", tmp_path / "theirs", max_shard=10_000)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    expected = torch.load(tmp_path / "run" / "logits-0.pt")
+    torch.testing.assert_close(foreign_logits(model), expected, rtol=1e-5, atol=1e-5)
+    import_model(tmp_path / "theirs", tmp_path / "back")
+    one, other = "run/checkpoints/step-00000007", "back/checkpoints/step-00000000"
+    assert same_bits(tensors_of(tmp_path / one), tensors_of(tmp_path / other))
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith(MIXTURES)])
+def test_narrow_files_of_a_mixture_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    model = foreign_model(name, torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    assert import_model(tmp_path / "theirs", tmp_path / "run").dtype == torch.bfloat16
+    export_model(tmp_path / "run", tmp_path / "again")
+    found = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
+    files = [safetensors.torch.load_file(file) for file in (tmp_path / "theirs").glob("*.safetensors")]
+    assert same_bits(found, {name: tensor for file in files for name, tensor in file.items()})
+
+
+def test_experts_of_several_dtypes_are_imported_in_one_that_holds_all(tmp_path: Path) -> None:
+    source, _ = saved(tmp_path / "theirs", "mixtral")
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    rewrite(source, lambda tensors: tensors.update({name: tensors[name].bfloat16()}))
+    import_model(source, tmp_path / "run")
+    up = tensors_of(tmp_path / "run" / "checkpoints" / "step-00000000")[MODEL + "layers.1.mlp.up"]
+    stored = safetensors.torch.load_file(source / "model.safetensors")
+    assert torch.equal(up[2], stored[name].float())
+    assert torch.equal(up[3], stored[name.replace("experts.2", "experts.3")])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -281,7 +354,7 @@ def test_names_without_prefix_buffers_and_a_copy_of_the_table(gpt2: Path, tmp_pa
     ids=str,
 )
 def test_buffers_are_ignored(kind: str, read: str, ignored: tuple[str, ...]) -> None:
-    piece = TensorMapping(read, ("ours",))
+    piece = TensorMapping((read,), ("ours",))
     assert match_names([piece], kind, [read, *ignored], Path("folder")) == {read: read}
 
 
@@ -500,6 +573,16 @@ def test_a_head_that_is_missing(gpt2: Path, tmp_path: Path) -> None:
         ("mistral", {"sliding_window": 32}, "sliding_window=32: .* max_position_embeddings=64; lower that to 32"),
         ("mistral", {"attention_bias": True, "mlp_bias": True}, "model_type='mistral' does not have biases"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 32}, "sliding_window=32"),
+        ("mixtral", {"sliding_window": 32}, "sliding_window=32"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: routers read tokens without noise"),
+        ("mixtral", {"num_local_experts": None}, "lacks num_local_experts or num_experts"),
+        ("mixtral", {"num_experts_per_tok": 6}, "top_k=6 must be at most experts=5"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 32}, "sliding_window=32"),
+        ("qwen3_moe", {"attention_bias": True, "mlp_bias": True}, "model_type='qwen3_moe' does not have biases"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: only the first blocks may have an MLP"),
+        ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}, "decoder_sparse_step=2, .*: only the first"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0, .* must be whole numbers"),
+        ("qwen3", {"num_experts": 4}, "num_experts=4: a mixture of experts of another type than mixtral, qwen3_moe"),
         ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual=True"),
         ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "rotary positions rotate whole heads"),
         ("gpt_neox", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -521,6 +604,18 @@ def test_harmless_values_are_read(tmp_path: Path) -> None:
     made = import_model(edit(mistral, **keys), tmp_path / "run")
     assert made.config.model.rope_theta == 700.0
     assert made.notes[0] == "not read, because Fourfold does not know them: novelty"
+
+
+def test_blocks_without_experts(tmp_path: Path) -> None:
+    """decoder_sparse_step=2 leaves the first of two blocks without experts, and 3 both."""
+    THEIRS["qwen3_moe"]().save_pretrained(tmp_path)
+    fields, _ = read_config_json(edit(tmp_path, decoder_sparse_step=2) / "config.json", exact=True)
+    assert (fields["dense_layers"], fields["experts"]) == (1, 5)
+    fields, _ = read_config_json(edit(tmp_path, decoder_sparse_step=3) / "config.json", exact=True)
+    assert "experts" not in fields
+    saved(tmp_path / "theirs", "qwen3_moe-normalized")
+    made = import_model(edit(tmp_path / "theirs", output_router_logits=True), tmp_path / "run")
+    assert made.notes[0].startswith("aux=0.001 weighs the balance of experts in each sequence and block")
 
 
 def test_folders_that_are_not_whole_are_refused(gpt2: Path, tmp_path: Path) -> None:
@@ -563,6 +658,14 @@ def test_folders_that_are_not_whole_are_refused(gpt2: Path, tmp_path: Path) -> N
         (dict(head_dim=6), r"needs heads\*head_dim=32 instead of 4\*6"),
         ({**LLAMA_LIKE, "heads": 3, "kv_heads": 3}, "needs hidden divisible by heads=3 instead of 32"),
         ({**LLAMA_LIKE, "bias": True, "qk_norm": True}, "comes nearest, and needs (qk_norm=False|bias=False)"),
+        ({**LLAMA_LIKE, **EXPERTS, "shared_hidden": 24}, "mixtral comes nearest, and needs shared_hidden=0 instead of"),
+        ({**LLAMA_LIKE, **EXPERTS, "score": "sigmoid"}, "mixtral comes nearest, and needs score='softmax' instead of"),
+        ({**LLAMA_LIKE, **EXPERTS, "dense_layers": 1}, "mixtral comes nearest, and needs dense_layers=0 instead of 1"),
+        (
+            {**LLAMA_LIKE, **EXPERTS, "route_scale": 2.0},
+            "mixtral comes nearest, and needs route_scale=1.0 instead of 2",
+        ),
+        ({**LLAMA_LIKE, **EXPERTS, "bias_rate": 0.1}, "mixtral comes nearest, and needs bias_rate=0.0 instead of 0.1"),
     ],
     ids=str,
 )

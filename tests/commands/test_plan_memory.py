@@ -19,8 +19,8 @@ from fourfold.policy import Policy
 from fourfold.shape import Shape
 
 MOE = dict(
-    model_type="mixtral", hidden_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
-    intermediate_size=4096, vocab_size=32000, num_local_experts=64, num_experts_per_tok=2,
+    model_type="olmoe", hidden_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
+    intermediate_size=4096, vocab_size=32000, max_position_embeddings=8192, num_experts=64, num_experts_per_tok=2,
 )  # fmt: skip
 LLAMA = dict(
     model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
@@ -67,7 +67,7 @@ def test_the_memory_of_any_other_follows_from_its_parameters(
     assert time["least_hours"] == pytest.approx(6 * active * 2e12 / rate / 3600)
     assert time["least_cost"] == pytest.approx(2.5 * 8 * time["least_hours"])
     assert time["least_step_seconds"] == pytest.approx(6 * active * 1e6 / rate)
-    assert "moe (mixtral), 6.54 G parameters" in said and "a token meets 301 M of them" in said
+    assert "moe (olmoe), 6.54 G parameters" in said and "a token meets 301 M of them" in said
     assert f"At the least {least} devices hold them." in said
     assert "an estimate for one sequence of 8,192 tokens" in said and "Times are bounds" in said
 
@@ -106,7 +106,7 @@ def test_a_model_of_two_halves_has_no_time(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--html", "plan.html"], "--html needs the seconds of a step, and this model has none: num_local_experts=64"),
+        (["--html", "plan.html"], "--html needs the seconds of a step, and this model has none: num_experts=64"),
         (["--config", "run.toml"], "--config needs the seconds of a step"),
         (["--mtbf", "1000"], "--mtbf needs the seconds of a step"),
     ],

@@ -39,6 +39,20 @@ GPT_NEOX = dict(
     model_type="gpt_neox", hidden_act="gelu", hidden_size=2560, intermediate_size=10240, max_position_embeddings=2048,
     num_attention_heads=32, num_hidden_layers=32, rotary_pct=1.0, use_parallel_residual=False, vocab_size=50432,
 )  # fmt: skip
+MIXTRAL_8X7B = dict(
+    model_type="mixtral", attention_dropout=0.0, hidden_act="silu", hidden_size=4096, intermediate_size=14336,
+    max_position_embeddings=32768, num_attention_heads=32, num_experts_per_tok=2, num_hidden_layers=32,
+    num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-05, rope_theta=1000000.0,
+    router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False, vocab_size=32000,
+)  # fmt: skip
+QWEN3_30B_A3B = dict(
+    model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=128, hidden_act="silu",
+    hidden_size=2048, intermediate_size=6144, max_position_embeddings=40960, max_window_layers=48, mlp_only_layers=[],
+    moe_intermediate_size=768, norm_topk_prob=True, num_attention_heads=32, num_experts=128, num_experts_per_tok=8,
+    num_hidden_layers=48, num_key_value_heads=4, output_router_logits=False, rms_norm_eps=1e-06,
+    rope_theta=1000000.0, router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False,
+    use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
 
 
 def opened(text: str) -> ModelDefinition:
@@ -77,6 +91,8 @@ def test_foreign_fields(tmp_path: Path) -> None:
     neox = opened(written(tmp_path, GPT_NEOX))
     assert isinstance(neox, ModelConfig)
     assert (neox.norm, neox.positions, neox.bias, neox.tied) == ("layer", "rope", True, False)
+    assert opened(written(tmp_path, MIXTRAL_8X7B)) == ff.models.config("mixtral-8x7b", aux=0.02)
+    assert opened(written(tmp_path, QWEN3_30B_A3B)) == ff.models.config("qwen3-30b-a3b")
     both = opened(written(tmp_path, LLAMA_3_8B, attention_bias=True, mlp_bias=True))
     assert isinstance(both, ModelConfig)
     assert both.bias
@@ -102,7 +118,11 @@ def test_keys_that_are_not_read_are_named(tmp_path: Path) -> None:
         (LLAMA_3_8B, {"num_local_experts": 8}, "num_local_experts=8: a mixture of experts"),
         (LLAMA_3_8B, {"model_type": "qwen2"}, "biases on q, k and v but on no other layer"),
         (LLAMA_3_8B, {"model_type": "gemma"}, "gates its MLP with GELU"),
-        (LLAMA_3_8B, {"model_type": "lama"}, "did you mean 'llama'.*gpt2, gpt_neox, llama, mistral, qwen3"),
+        (
+            LLAMA_3_8B,
+            {"model_type": "lama"},
+            "did you mean 'llama'.*llama, mistral, qwen3, mixtral, qwen3_moe",
+        ),
         (LLAMA_3_8B, {"hidden_size": None}, "lacks hidden_size, which model_type='llama' needs"),
         (LLAMA_3_8B, {"num_attention_heads": 3}, "4096 is not divisible by 3 heads"),
         (LLAMA_3_8B, {"num_key_value_heads": 5}, "heads=32 is not divisible by kv_heads=5"),

@@ -2,7 +2,8 @@
 
 In this file *theirs* is a name or tensor in Hugging Face's files, *ours* one of Fourfold's model. A table per model
 type has our modules by the names of theirs; `*` is a layer's number, and `.weight` or `.bias` follows. One of their
-tensors may hold several of ours: side by side with in-features first (GPT-2), or head by head (GPT-NeoX).
+tensors may hold several of ours: side by side with in-features first (GPT-2), or head by head (GPT-NeoX). One of ours
+may hold several of theirs: the weights of all experts, where `EXPERT` stands for an expert's number.
 
 Neither direction holds the whole model: a tensor is read, cut or joined, written, and freed before the next. Names,
 shapes and dtypes of all files are checked before the first tensor is read.
@@ -14,8 +15,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from fourfold.parse import parse_json
 
 Table = dict[str, tuple[str, ...]]
 """Our modules by the names of theirs; one of theirs may hold several of ours."""
+EXPERT = "EXPERT"
+"""Stands for an expert's number in the name of one of their modules; ours is the parameter that holds all experts."""
 HEAD = "lm_head.weight"
 """The name of an untied head's weight in every table; the files of a type may have another name for it."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -87,6 +91,20 @@ LLAMA: Table = {
     "norm": ("norm",),
     "lm_head": ("head",),
 }
+MIXTRAL: Table = {
+    **{theirs: ours for theirs, ours in LLAMA.items() if ".mlp." not in theirs},
+    "layers.*.block_sparse_moe.gate": ("layers.*.mlp.router",),
+    "layers.*.block_sparse_moe.experts.EXPERT.w1": ("layers.*.mlp.gate",),
+    "layers.*.block_sparse_moe.experts.EXPERT.w3": ("layers.*.mlp.up",),
+    "layers.*.block_sparse_moe.experts.EXPERT.w2": ("layers.*.mlp.down",),
+}
+QWEN3_MOE: Table = {
+    **LLAMA,  # the first blocks may have an MLP
+    "layers.*.mlp.gate": ("layers.*.mlp.router",),
+    "layers.*.mlp.experts.EXPERT.gate_proj": ("layers.*.mlp.gate",),
+    "layers.*.mlp.experts.EXPERT.up_proj": ("layers.*.mlp.up",),
+    "layers.*.mlp.experts.EXPERT.down_proj": ("layers.*.mlp.down",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +150,30 @@ FAMILIES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen3": _LLAMA,
+    "mixtral": replace(_LLAMA, table=MIXTRAL),
+    "qwen3_moe": replace(_LLAMA, table=QWEN3_MOE),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMapping:
-    """One of their tensors, and the tensors of ours that it holds."""
+    """One of their tensors and the tensors of ours that it holds, or one of ours and the tensors of theirs."""
 
-    theirs: str
-    """The name in the table, without prefix."""
+    theirs: tuple[str, ...]
+    """The names in the table, without prefix; several are those of the experts that ours holds, in order."""
     ours: tuple[str, ...]
     transposed: bool = False
     heads: int = 0
     """The number of heads if our tensors alternate head by head in theirs, else 0."""
+    by_expert: bool = False
+    """Whether each of theirs is one expert of ours."""
 
-    def cut(self, tensor: Tensor) -> Iterator[Tensor]:
+    def to_ours(self, theirs: Iterator[Tensor]) -> Iterator[Tensor]:
         """Yield ours from theirs, in order, each made when it is asked for."""
+        if self.by_expert:
+            yield torch.stack(list(theirs))
+            return
+        tensor = next(theirs)
         for index in range(len(self.ours)):
             if self.heads:
                 part = tensor.unflatten(0, (self.heads, len(self.ours), -1))[:, index].flatten(0, 1)
@@ -156,16 +182,19 @@ class TensorMapping:
                 part = part.t() if self.transposed else part
             yield part.contiguous()
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return theirs from ours, which come in order."""
-        if self.heads:
-            return torch.stack([part.unflatten(0, (self.heads, -1)) for part in parts], dim=1).flatten(0, 2)
-        laid_out = [part.t() if self.transposed else part for part in parts]
-        return (torch.cat(laid_out, dim=-1) if len(laid_out) > 1 else laid_out[0]).contiguous()
+    def to_theirs(self, ours: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield theirs from ours, which come in order."""
+        if self.by_expert:
+            yield from ours[0].unbind()
+        elif self.heads:
+            yield torch.stack([part.unflatten(0, (self.heads, -1)) for part in ours], dim=1).flatten(0, 2)
+        else:
+            laid_out = [part.t() if self.transposed else part for part in ours]
+            yield (torch.cat(laid_out, dim=-1) if len(laid_out) > 1 else laid_out[0]).contiguous()
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of theirs, given the shapes of ours."""
-        return tuple(self.join([torch.empty(shapes[name], device="meta") for name in self.ours]).shape)
+        """Return the shape of each of theirs, given the shapes of ours."""
+        return tuple(next(self.to_theirs([torch.empty(shapes[name], device="meta") for name in self.ours])).shape)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -182,12 +211,19 @@ def tensor_mappings(config: ModelConfig, model_type: str, shapes: Mapping[str, t
     found = []
     for theirs, layer in modules:
         in_first = family.transposed is not None and family.transposed.fullmatch(theirs) is not None
+        own = tuple(module.replace("*", layer) for module in family.table[theirs])
+        if EXPERT in theirs:
+            if own[0] in shapes:  # the block may have an MLP
+                name = f"{theirs}.weight".replace("*", layer)
+                names = tuple(name.replace(EXPERT, str(expert)) for expert in range(config.experts))
+                found.append(TensorMapping(names, own, by_expert=True))
+            continue
         for kind in ("weight", "bias"):
-            ours = tuple(f"{module}.{kind}".replace("*", layer) for module in family.table[theirs])
+            ours = tuple(f"{module}.{kind}" for module in own)
             if ours[0] in shapes:  # the model may have no bias, no learned positions, no head of its own
                 name = f"{theirs}.{kind}".replace("*", layer)
                 heads = config.heads if family.by_head and len(ours) > 1 else 0
-                found.append(TensorMapping(name, ours, transposed=in_first and kind == "weight", heads=heads))
+                found.append(TensorMapping((name,), ours, transposed=in_first and kind == "weight", heads=heads))
     return found
 
 
@@ -199,7 +235,7 @@ def match_names(
 
     Raise unless the files hold all mapped tensors, each once, and nothing else that a model would read.
     """
-    family, wanted = FAMILIES[model_type], [mapping.theirs for mapping in mappings]
+    family, wanted = FAMILIES[model_type], {name: None for mapping in mappings for name in mapping.theirs}
     names: dict[str, str] = {}
     for name in found:
         plain = family.table_name(name)
@@ -236,25 +272,29 @@ def import_weights(
         names = match_names(mappings, model_type, files, source)
         types: dict[str, TensorType] = {}
         for mapping in mappings:
-            name = names[mapping.theirs]
-            path, (dtype, shape), expected = files[name].path, files[name].tensors[name], mapping.shape(shapes)
-            if shape != expected:
-                raise DamagedCheckpointError(
-                    f"{path}: {name!r} has shape {shape}, and by config.json {expected}; copy both again"
-                )
-            if dtype not in FLOATS:
-                raise ValueError(
-                    f"{path}: {name!r} has dtype {dtype}, so the weights are packed; save them in one of "
-                    f"{', '.join(map(str, FLOATS))}"
-                )
+            expected, found = mapping.shape(shapes), []
+            for name in (names[theirs] for theirs in mapping.theirs):
+                path, (dtype, shape) = files[name].path, files[name].tensors[name]
+                if shape != expected:
+                    raise DamagedCheckpointError(
+                        f"{path}: {name!r} has shape {shape}, and by config.json {expected}; copy both again"
+                    )
+                if dtype not in FLOATS:
+                    raise ValueError(
+                        f"{path}: {name!r} has dtype {dtype}, so the weights are packed; save them in one of "
+                        f"{', '.join(map(str, FLOATS))}"
+                    )
+                found.append(dtype)
+            # experts may differ in dtype; the promoted one holds the values of all
+            dtype = reduce(torch.promote_types, found)
             types |= {MODEL + ours: TensorType(dtype, shapes[ours]) for ours in mapping.ours}
         if config.tied and HEAD in names:
             _require_tied(files, names, mappings)
 
         def tensors() -> Iterator[Tensor]:  # read one at a time, when the writer asks for the next
             for mapping in mappings:
-                name = names[mapping.theirs]
-                yield from mapping.cut(files[name].read(name))
+                stored = (names[theirs] for theirs in mapping.theirs)
+                yield from mapping.to_ours(files[name].read(name) for name in stored)
 
         write_full_tensors(folder, types, tensors(), state)
         return types[MODEL + "embedding.weight"].dtype
@@ -310,7 +350,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
 
 def _require_tied(files: Mapping[str, TensorFile], names: Mapping[str, str], mappings: Iterable[TensorMapping]) -> None:
     """Raise if the head differs from the embedding's table, though config.json says that they are one."""
-    table = next(names[mapping.theirs] for mapping in mappings if mapping.ours == ("embedding.weight",))
+    table = next(names[mapping.theirs[0]] for mapping in mappings if mapping.ours == ("embedding.weight",))
     head = names[HEAD]
     if not torch.equal(files[table].read(table), files[head].read(head)):
         raise ValueError(
@@ -354,19 +394,19 @@ def export_weights(
             found = record.tensors[MODEL + name].shape
             raise ValueError(f"{MODEL + name!r} has shape {found} in {checkpoint}, and by the config {shape}")
     family = FAMILIES[model_type]
-    mappings = {family.file_name(mapping.theirs): mapping for mapping in tensor_mappings(config, model_type, shapes)}
+    mappings = tensor_mappings(config, model_type, shapes)
     types: dict[str, TensorType] = {}
-    for name, mapping in mappings.items():
+    for mapping in mappings:
         # Our parts of one of their tensors may differ in dtype; the promoted one holds the values of all.
         own = reduce(torch.promote_types, (record.tensors[MODEL + part].dtype for part in mapping.ours))
-        types[name] = TensorType(dtype or own, mapping.shape(shapes))
+        types |= {family.file_name(name): TensorType(dtype or own, mapping.shape(shapes)) for name in mapping.theirs}
     groups = _group_by_file(types, max_file_bytes)
     files = [WEIGHTS]
     if len(groups) > 1:
         files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    tensors = _read_theirs(checkpoint, record, mappings, types, scale)
     for file, names in zip(files, groups, strict=True):
-        tensors = (_read_theirs(checkpoint, record, name, mappings[name], types[name].dtype, scale) for name in names)
-        write_tensor_file(to / file, {name: types[name] for name in names}, tensors)
+        write_tensor_file(to / file, {name: types[name] for name in names}, islice(tensors, len(names)))
     nbytes = sum(kind.nbytes for kind in types.values())
     if len(groups) > 1:
         where = {name: file for file, names in zip(files, groups, strict=True) for name in names}
@@ -386,15 +426,22 @@ def _read_ours(checkpoint: Path, record: Record, name: str, scale: float) -> Ten
 
 
 def _read_theirs(
-    checkpoint: Path, record: Record, name: str, mapping: TensorMapping, dtype: torch.dtype, scale: float
-) -> Tensor:
-    """Return one of their tensors, joined from ours and cast; `scale` is that of LoRA pairs."""
-    joined = mapping.join([_read_ours(checkpoint, record, part, scale) for part in mapping.ours])
-    cast = joined.to(dtype)
-    # A narrower dtype rounds, which the user asked for; values that became infinite would make the model useless.
-    if cast.dtype != joined.dtype and not torch.equal(cast.isfinite(), joined.isfinite()):
-        raise ValueError(f"{name!r} has values that {dtype} cannot hold; export in another dtype, such as --dtype bf16")
-    return cast
+    checkpoint: Path, record: Record, mappings: Iterable[TensorMapping], types: TensorTypes, scale: float
+) -> Iterator[Tensor]:
+    """Yield their tensors in the order of `types`, made from ours and cast; `scale` is that of LoRA pairs."""
+    kinds = iter(types.items())
+    for mapping in mappings:
+        # not kept in a variable, so that they are freed before the next are read
+        for tensor in mapping.to_theirs([_read_ours(checkpoint, record, part, scale) for part in mapping.ours]):
+            name, (dtype, _) = next(kinds)
+            cast = tensor.to(dtype)
+            # A narrower dtype rounds, which the user asked for; values that became infinite would make the model
+            # useless.
+            if cast.dtype != tensor.dtype and not torch.equal(cast.isfinite(), tensor.isfinite()):
+                raise ValueError(
+                    f"{name!r} has values that {dtype} cannot hold; export in another dtype, such as --dtype bf16"
+                )
+            yield cast
 
 
 def _group_by_file(types: TensorTypes, max_file_bytes: int) -> list[list[str]]:

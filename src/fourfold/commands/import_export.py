@@ -176,10 +176,12 @@ def export_model(
     model = section.build()
     model_type = model_type_of(model)
     notes = ["the LoRA pairs are merged into the weights"] if lora.rank else []
-    if model.dropout and model_type in ("llama", "qwen3"):
-        notes.append(
-            f"dropout={model.dropout} is left out, because {model_type} has no dropout; it only affects training"
-        )
+    left_out = {"dropout": model.dropout if model_type not in ("gpt2", "gpt_neox") else 0.0, "z_loss": model.z_loss}
+    notes += [
+        f"{name}={value} is left out, because {model_type} has no {name}; it only affects training"
+        for name, value in left_out.items()
+        if value
+    ]
     with AtomicFolder(to.resolve()).fill() as folder:
         tokenizer, more = _export_tokenizer(data, checkpoint, folder, model)
         weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard, lora.build())

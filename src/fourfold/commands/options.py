@@ -377,7 +377,7 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     The planner traces the module on meta tensors, so it needs no memory for it.
 
     Any Hugging Face config.json is answered. Grids and seconds need a model that
-    Fourfold can train as it is (gpt2, gpt_neox, llama, mistral, qwen3); of any
+    Fourfold can train as it is (gpt2, gpt_neox, llama, mistral, qwen3, mixtral, qwen3_moe); of any
     other, mixtures of experts and multimodal ones included, the plan has the
     parameters, the memory, and the least time.
 
@@ -680,7 +680,7 @@ def convert_options(command: argparse.ArgumentParser) -> None:
 
 @command("import", "make a run from a Hugging Face model folder", "import_export:run_import")
 def import_options(command: argparse.ArgumentParser) -> None:
-    """Turn a Hugging Face folder (GPT-2, Llama, Mistral, Qwen3, GPT-NeoX) into a run
+    """Turn a Hugging Face folder (GPT-2, GPT-NeoX, Llama, Mistral, Mixtral, Qwen3, Qwen3-MoE) into a run
     that trains on any grid. No code from the folder is executed. A model that
     Fourfold would compute differently is refused.
 

@@ -17,14 +17,26 @@ from fourfold.errors import UnsupportedModelError, nearest
 from fourfold.models.config import ModelConfig
 from fourfold.parse import parse_json
 
+PLAINLY_ROUTED: dict[str, Any] = dict(
+    score="softmax", shared_hidden=0, groups=1, top_groups=1, route_scale=1.0, capacity=0.0, moe_reads="current",
+    bias_rate=0.0,
+)  # fmt: skip
+"""The fields that both types with experts fix: each token goes to the experts with the largest scores."""
 CHOICES: dict[str, dict[str, Any]] = {
     "gpt2": dict(norm="layer", mlp="gelu", positions="learned", bias=True, qk_norm=False),
     "gpt_neox": dict(norm="layer", mlp="gelu", positions="rope", bias=True, qk_norm=False),
     "llama": dict(norm="rms", mlp="swiglu", positions="rope", qk_norm=False),
     "mistral": dict(norm="rms", mlp="swiglu", positions="rope", qk_norm=False),
     "qwen3": dict(norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=True),
-}
+    "mixtral": dict(
+        norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=False, normalize_top_k=True, dense_layers=0,
+        **PLAINLY_ROUTED,
+    ),
+    "qwen3_moe": dict(norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=True, **PLAINLY_ROUTED),
+}  # fmt: skip
 """The fields of `ModelConfig` that each type fixes."""
+MIXTURES = ("mixtral", "qwen3_moe")
+"""The types that have a mixture of experts."""
 SIZE_KEYS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -39,6 +51,8 @@ ARCHITECTURES = {
     "gpt_neox": "GPTNeoXForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 """The types that models are exported as, and the classes of transformers that compute them."""
 ORIGINAL_SEQ = "rope_original_seq"
@@ -69,8 +83,9 @@ EXPERT_KEYS = (*EXPERT_COUNT_KEYS, "moe_intermediate_size")
 NEUTRAL = {
     "_name_or_path", "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label",
     "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "layer_types", "max_window_layers",
-    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "reorder_and_upcast_attn",
-    "return_dict", "rope_scaling", "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "sliding_window",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "reorder_and_upcast_attn", "return_dict", "rope_scaling", "router_jitter_noise",
+    "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "sliding_window",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "task_specific_params", "torch_dtype", "transformers_version", "use_cache", "use_sliding_window",
 }  # fmt: skip
@@ -150,8 +165,13 @@ def read_config_json(path: Path, *, exact: bool = False) -> tuple[dict[str, Any]
     """
     keys = read_keys(path)
     source = ConfigJson(path, keys, exact=exact)
-    if experts := [key for key in EXPERT_KEYS if keys.get(key)]:
-        raise source.refuse(f"{experts[0]}={keys[experts[0]]!r}", "a mixture of experts is not supported")
+    experts = [key for key in EXPERT_KEYS if keys.get(key)]
+    if experts and source.kind not in MIXTURES:
+        types = ", ".join(MIXTURES)
+        raise source.refuse(
+            f"{experts[0]}={keys[experts[0]]!r}",
+            f"a mixture of experts of another type than {types}",
+        )
     if source.kind in REFUSED:
         raise source.refuse(f"model_type={source.kind!r}", REFUSED[source.kind])
     if source.kind not in READERS:
@@ -172,6 +192,11 @@ def read_config_json(path: Path, *, exact: bool = False) -> tuple[dict[str, Any]
         notes.append(f"not read, because they do not change the cost of a step: {', '.join(neutral)}")
     if unknown:
         notes.append(f"not read, because Fourfold does not know them: {', '.join(unknown)}")
+    if exact and fields.get("aux"):
+        notes.append(
+            f"aux={fields['aux']} weighs the balance of experts in each sequence and block; transformers computes "
+            "such a loss over a batch and all blocks together, and only with output_router_logits=true"
+        )
     return fields, tuple(notes)
 
 
@@ -246,8 +271,49 @@ def _llama(source: ConfigJson, head_dim: int | None = None) -> dict[str, Any]:
         **_rope(source, "rope_theta", "partial_rotary_factor", 1.0),
         bias=biases["mlp_bias"],
         tied=source.get("tie_word_embeddings", False),
-        norm_eps=source.get("rms_norm_eps", 1e-6),
+        norm_eps=source.get("rms_norm_eps", 1e-5 if source.kind == "mixtral" else 1e-6),
     )
+
+
+def _mixtral(source: ConfigJson) -> dict[str, Any]:
+    if source.exact:
+        source.expect("router_jitter_noise", 0.0, (0.0,), "routers read tokens without noise")
+    fields = _llama(source)
+    return {**fields, **_mixture(source, chosen=2), "expert_hidden": fields["mlp_hidden"]}
+
+
+def _qwen3_moe(source: ConfigJson) -> dict[str, Any]:
+    fields, mixture = _llama(source), _mixture(source, chosen=8)
+    mixture["expert_hidden"] = source.need("moe_intermediate_size")
+    mixture["normalize_top_k"] = source.get("norm_topk_prob", False)
+    mixture["dense_layers"] = dense = _dense_layers(source, fields["layers"], mixture["experts"])
+    return fields if dense == fields["layers"] else {**fields, **mixture}
+
+
+def _mixture(source: ConfigJson, chosen: int) -> dict[str, Any]:
+    """Return the fields that both types with experts have; a token goes through `chosen` if the file does not say."""
+    return dict(
+        experts=source.need("num_local_experts", "num_experts"),
+        top_k=source.get("num_experts_per_tok", chosen),
+        aux=source.get("router_aux_loss_coef", 0.001),
+    )
+
+
+def _dense_layers(source: ConfigJson, layers: int, experts: int) -> int:
+    """Return how many first blocks have an MLP in place of experts; raise if other blocks have one."""
+    step, listed = source.get("decoder_sparse_step", 1), source.get("mlp_only_layers", [])
+    if not all(isinstance(number, int) for number in (step, layers, experts, *listed)) or step < 1:
+        raise ValueError(
+            f"{source.path}: decoder_sparse_step={step!r}, mlp_only_layers={listed!r}, num_hidden_layers={layers!r} "
+            f"and {experts!r} experts must be whole numbers, and the first at least 1"
+        )
+    dense = [layer for layer in range(layers) if layer in listed or not experts or (layer + 1) % step]
+    if dense != list(range(len(dense))):
+        raise source.refuse(
+            f"decoder_sparse_step={step}, mlp_only_layers={listed}",
+            "only the first blocks may have an MLP in place of experts",
+        )
+    return len(dense)
 
 
 def _gelu(source: ConfigJson) -> tuple[tuple[str, ...], str]:
@@ -263,9 +329,10 @@ def _rope(source: ConfigJson, theta_key: str, part_key: str, part: float) -> dic
     source.read.add("rope_parameters")
     turned, theta = rope.get("partial_rotary_factor"), rope.get("rope_theta")
     turned = source.get(part_key, part) if turned is None else turned
+    usual = 1e6 if source.kind == "mixtral" else 10000.0
     if turned != 1 and (source.exact or part != 1):
         raise source.refuse(f"{part_key}={turned}", "rotary positions rotate whole heads")
-    theta = source.get(theta_key, 10000.0) if theta is None else theta
+    theta = source.get(theta_key, usual) if theta is None else theta
     return {"rope_theta": float(theta) if isinstance(theta, int) else theta, **_rope_scaling(source, rope)}
 
 
@@ -294,10 +361,10 @@ def _rope_scaling(source: ConfigJson, rope: Mapping[str, Any]) -> dict[str, Any]
 
 def _require_whole_sequences(source: ConfigJson) -> None:
     """Raise an error if attention has a window that is shorter than a sequence."""
-    windowed = source.kind == "mistral" or (source.kind == "qwen3" and source.get("use_sliding_window", False))
-    window = (
-        source.keys.get("sliding_window", 4096) if windowed else None
-    )  # null means no window; a missing key means 4096
+    qwen3 = source.kind in ("qwen3", "qwen3_moe")
+    windowed = source.kind in ("mistral", "mixtral") or (qwen3 and source.get("use_sliding_window", False))
+    missing = None if source.kind == "mixtral" else 4096
+    window = source.keys.get("sliding_window", missing) if windowed else None  # null means no window
     seq = source.need("max_position_embeddings")
     if window is not None and not (isinstance(window, int) and isinstance(seq, int) and window >= seq):
         raise source.refuse(
@@ -309,7 +376,7 @@ def _require_whole_sequences(source: ConfigJson) -> None:
 
 def _kv_heads(source: ConfigJson, heads: int) -> int:
     """Return the number of KV heads: null means the number of heads, a missing key the default of the type."""
-    missing = {"mistral": 8, "qwen3": 32}.get(source.kind, heads)
+    missing = {"mistral": 8, "mixtral": 8, "qwen3": 32, "qwen3_moe": 4}.get(source.kind, heads)
     return source.get("num_key_value_heads", heads if "num_key_value_heads" in source.keys else missing)
 
 
@@ -326,6 +393,8 @@ READERS: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _llama,
     "qwen3": lambda source: _llama(source, head_dim=128),
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
 }
 REFUSED = {
     "qwen2": "it has biases on q, k and v but on no other layer",
@@ -341,7 +410,8 @@ REFUSED = {
 
 def model_type_of(config: ModelConfig) -> str:
     """Return the type that computes the same as a model of this config; raise, with the reason, if no type does."""
-    faults = {model_type: _misfits(config, model_type) for model_type in ARCHITECTURES}
+    types = [model_type for model_type in ARCHITECTURES if (model_type in MIXTURES) == (config.experts > 0)]
+    faults = {model_type: _misfits(config, model_type) for model_type in types}
     nearest_type = min(faults, key=lambda name: len(faults[name]))
     if faults[nearest_type]:
         raise ValueError(
@@ -405,5 +475,21 @@ def config_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
     keys |= dict(
         attention_bias=config.bias, attention_dropout=config.dropout_of_attention, rms_norm_eps=config.norm_eps
     )
-    keys |= dict(mlp_bias=config.bias) if model_type == "llama" else dict(use_sliding_window=False)
+    if model_type == "llama":
+        keys |= dict(mlp_bias=config.bias)
+    elif model_type != "mixtral":
+        keys |= dict(use_sliding_window=False)
+    if model_type in MIXTURES:
+        keys |= _mixture_keys(config, model_type)
     return {**common, **keys, "rope_theta": config.rope_theta, "rope_parameters": rope}
+
+
+def _mixture_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Return the keys of a mixture of experts, by the names that all versions of transformers read."""
+    keys = dict(num_experts_per_tok=config.top_k, router_aux_loss_coef=config.aux, output_router_logits=False)
+    if model_type == "mixtral":
+        only = dict(num_local_experts=config.experts, intermediate_size=config.expert_hidden, sliding_window=None)
+        return {**keys, **only, "router_jitter_noise": 0.0}
+    only = dict(num_experts=config.experts, moe_intermediate_size=config.expert_hidden)
+    where = dict(decoder_sparse_step=1, mlp_only_layers=list(range(config.dense_layers)))
+    return {**keys, **only, **where, "norm_topk_prob": config.normalize_top_k}

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -153,6 +154,8 @@ class Sequences:
     """Where the segments stand among those of a context group; None if every sequence is whole."""
     limited: bool = True
     """Whether the capacity of experts counts."""
+    each: int | None = None
+    """The number of tokens of every sequence, if all are whole rows of one document."""
     weight: LossWeight | None = None
     """How much the losses of routers count; None if they do not."""
 
@@ -160,7 +163,7 @@ class Sequences:
     def of_rows(cls, rows: int, seq: int, device: torch.device) -> Sequences:
         """Return the sequences of rows that are one document each."""
         of_tokens = torch.arange(rows, device=device).repeat_interleave(seq, output_size=rows * seq)
-        return cls(of_tokens, torch.full((rows,), seq, device=device), rows * seq)
+        return cls(of_tokens, torch.full((rows,), seq, device=device), rows * seq, each=seq)
 
     @classmethod
     def of_documents(cls, positions: Tensor, most: int | None = None) -> Sequences:
@@ -225,6 +228,23 @@ class SequenceCounts:
         first = sums[self._shared.first]
         self.before = sums[self._shared.own] - first
         return sums[self._shared.end] - first
+
+
+def most_of_an_expert(routing: Routing, sequences: Sequences | None, site: OpContext) -> int:
+    """Return how many pairs of an expert the tokens of one rank can have that it takes.
+
+    Neighbouring tokens of a rank lie in few sequences, of each of which the expert takes `capacity T K / E` pairs.
+    """
+    if sequences is None or not sequences.each or not sequences.limited or not routing.capacity:
+        raise ValueError(
+            f"{site.label}: pad_experts=True sends as many rows as the capacity of experts allows, which it knows for "
+            "rows of one document each, in a model with capacity, outside of dropless() and on grids without context; "
+            "use pad_experts=False (policy.pad_experts of a run)"
+        )
+    rows = -(-site.tokens // site.x)  # also where x repeats tokens, of which each rank then sends a part
+    begun = min(sequences.tokens // sequences.each, -(-(rows - 1) // sequences.each) + 1)
+    limit = ceil(routing.capacity * sequences.each * routing.chosen / routing.experts)
+    return min(rows, begun * limit)
 
 
 def within_capacity(routing: Routing, sequences: Sequences, ids: Tensor, before: Tensor | None) -> Tensor:

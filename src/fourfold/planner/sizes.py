@@ -58,8 +58,9 @@ class PaperGrid(Grid):
     """A grid of one rank without a process group: layers can be declared on it, but nothing can run."""
 
     def __init__(self) -> None:
-        self.shape, self.rank = Shape(), 0
+        self.shape, self.rank, self.device = Shape(), 0, torch.device("meta")
         self.coords = self.shape.coords(0)
+        self.device = torch.device("meta")
 
 
 @lru_cache(maxsize=256)
@@ -321,6 +322,12 @@ class LocalSizes:
 
     def __post_init__(self) -> None:
         config, shape, policy, seq = self.config, self.shape, self.policy, self.seq
+        if shape.folded:
+            raise ValueError(
+                f"the planner does not price grids that are folded for experts, such as {shape}; plan the grid without "
+                f"{', '.join(name for name, size in shape.fold_sizes.items() if size > 1)}, or train on it without a "
+                "prediction"
+            )
         self.item = item = (policy.compute_dtype or self.dtype).itemsize  # bytes of one element of an activation
         if not self.number_of_halves:
             packed = self.documents is not None

@@ -35,7 +35,8 @@ from fourfold.wrap.sequence_tensor import SequenceTensor
 
 @dataclass(frozen=True, slots=True)
 class PlainSlice:
-    """Which part of a plain module's parameter a stored parameter holds: some rows of its [out, in] form, or all."""
+    """Which part of a plain module's parameter a stored parameter holds: some rows of its [out, in] form, or of the
+    weights [experts, out, in] of a mixture, or all."""
 
     original: str
     """The name of the plain module's parameter."""
@@ -43,6 +44,8 @@ class PlainSlice:
     """The rows that are stored; None: all of them."""
     transposed: bool = False
     """Whether the plain parameter is [in, out]."""
+    dim: int = 0
+    """The dim of rows."""
 
     @property
     def is_all(self) -> bool:
@@ -52,7 +55,7 @@ class PlainSlice:
     def of(self, tensor: Tensor) -> Tensor:
         """Return the part of the plain module's parameter that is stored."""
         tensor = tensor.t() if self.transposed else tensor
-        return tensor if self.rows is None else tensor[self.rows.start : self.rows.stop]
+        return tensor if self.rows is None else tensor.narrow(self.dim, self.rows.start, len(self.rows))
 
 
 LayerParameter = tuple[Layer, str, PlainSlice]

@@ -36,6 +36,7 @@ from fourfold.wrap.adapters import (
     make_embedding,
     make_norm,
 )
+from fourfold.wrap.experts import make_experts
 from fourfold.wrap.grid_tensor import (
     ModelContext,
     give_autograd_functions_whole_tensors,
@@ -57,7 +58,7 @@ from fourfold.wrap.parameters import InitialValues, ParameterSharder, lend_param
 from fourfold.wrap.passes import BlockAdapter, ContrastiveAdapter, RootAdapter
 from fourfold.wrap.plan import ParallelStyle, StyleChoice
 from fourfold.wrap.sequence_tensor import SequenceTensor, by_token, refusal, sequence_tensors_in
-from fourfold.wrap.structure import ModelStructure, find_structure, has_own
+from fourfold.wrap.structure import ModelStructure, find_structure, has_own, path
 
 
 def parallelize(
@@ -94,9 +95,9 @@ def parallelize(
     fix_lora_sizes(model, {name: (form.inputs, form.outputs) for name, form in forms.items() if form is not None})
     # 1. choose a style for every module that is not on the grid yet: the plan's, a recipe's, or one found by structure
     fresh = {name: module for name, module in model.named_modules() if not adapters_of(module)}
-    given = styles.whole_below(
-        styles.resolve(plan or {}, fresh, "plan", given=True), [name for name in fresh if has_own(fresh[name])]
-    )
+    own = [path(name, own) for name, module in fresh.items() for own in module._parameters]
+    asked = styles.resolve(plan or {}, fresh, "plan", given=True, parameters=own)
+    given = styles.whole_below(asked, [name for name in fresh if has_own(fresh[name])])
     family = getattr(getattr(model, "config", None), "model_type", "")
     recipe = {key: style for key, style in styles.RECIPES.get(family, {}).items() if styles.matches(key, fresh)}
     found = find_structure(model, grid, policy, styles.resolve(recipe, fresh, "recipe", given=False) | given)
@@ -215,6 +216,8 @@ def _adapter(name: str, module: Any, choice: StyleChoice, found: ModelStructure,
             return make_convolution(name, module, why, context, contract=style.contract)
         case styles.ChannelNormParallel():
             return make_channel_norm(name, module, why, context, contract=style.contract)
+        case styles.ExpertsParallel():
+            return make_experts(name, why, context, found.experts.get(name))
         case styles.HeadsParallel():
             return HeadsAdapter(name, context, why, module)
     made = GatheredAdapter(name, context, why, module, whole_inputs=choice.given)

@@ -1,9 +1,9 @@
-"""Detects linear layers and norms of any class by trying them on numbers, because names and classes say little.
+"""Detects linear layers, norms and experts of any class by trying them on numbers: names and classes say little.
 
 A copy of the module in fp64 is called with random inputs. The module is a linear layer if every result, and every
 gradient, agrees with `a W^T + b` or `a W + b`, and if the call changes nothing else. The trial also shows how many dims
 an input may have; for any other input the module's own code runs. Norms are compared with the formulas of an RMS norm
-and of LayerNorm.
+and of LayerNorm, experts with the sum over a token's experts of gated MLPs.
 """
 
 from __future__ import annotations
@@ -239,10 +239,10 @@ def _are_gradients(
     )
 
 
-def _close(found: Tensor | None, expected: Tensor) -> bool:
+def _close(found: Tensor | None, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
     if found is None or found.dtype != expected.dtype or found.shape != expected.shape:
         return False
-    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 def _state(module: nn.Module) -> Iterator[Any]:
@@ -330,3 +330,120 @@ def _computes_norm(module: nn.Module, formula: NormFormula) -> bool:
         and out.shape == a.shape
         and torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-4)
     )
+
+
+# experts
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsForm:
+    """Gated experts, called with tokens a [m, k], the ids of their experts [m, K] and how much these count, p [m, K].
+
+    It is out[t] = sum_j p[t, j] W_down[e] (silu(W_gate[e] a[t]) * (W_up[e] a[t])) with e = ids[t, j]; W_gate and W_up
+    stand one behind the other in one weight [experts, 2 hidden, features], W_down is [experts, features, hidden].
+    """
+
+    experts: int
+    features: int
+    hidden: int
+    gate_up: str
+    """The name of the weight that holds gate and up."""
+    down: str
+
+
+TRIED_FEATURES, TRIED_HIDDEN, TRIED_ROWS, TRIED_CHOICES = 16, 8, 11, 3
+"""The sizes of a trial of experts, whose true weights may fill a device. Rows of weights are multiples of 16 bytes,
+which grouped products ask for."""
+TRIED_SCALES = (1e-2, 1.0, 1e2)
+"""The scales of the tokens of a trial. Some experts clamp what is large."""
+EXPERTS_TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-5}
+"""The largest errors relative to the largest value, by the dtype of a trial. Kernels for grouped products lack fp64; in
+fp32 a few dozen roundings of 6e-8 follow each other."""
+
+
+class ExpertsDetector:
+    """Tries modules with experts, once for all modules with the same class, shapes and attributes."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, ExpertsForm | None] = {}
+
+    def form_of(self, module: nn.Module) -> ExpertsForm | None:
+        """Return None if the module is not made of experts, or has hooks, buffers or other parameters."""
+        form = _experts_by_shape(module)
+        if form is None or has_hooks(module) or "forward" in vars(module):
+            return None
+        inside = [child for child in module.modules() if child is not module]
+        if any(child._parameters or has_hooks(child) for child in inside) or any(True for _ in module.buffers()):
+            return None
+        children = tuple((type(child), _key(child, {})) for child in inside)
+        key = type(module), _key(module, dict(module.named_parameters())), children
+        if key not in self._known:
+            self._known[key] = form if _computes_experts(module, form) else None
+        return self._known[key]
+
+
+def _experts_by_shape(module: nn.Module) -> ExpertsForm | None:
+    """Return what the shapes of a module's two parameters say."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if len(own) != 2 or len(module._parameters) != 2 or any(parameter.dim() != 3 for parameter in own.values()):
+        return None
+    for gate_up, down in (tuple(own), tuple(own)[::-1]):
+        experts, features, hidden = (int(size) for size in own[down].shape)
+        if own[gate_up].shape == (experts, 2 * hidden, features):
+            return ExpertsForm(experts, features, hidden, gate_up, down)
+    return None
+
+
+def _computes_experts(module: nn.Module, form: ExpertsForm) -> bool:
+    """Return whether a copy of the module with small weights gives what the form says, and its gradients."""
+    for dtype, tolerance in EXPERTS_TOLERANCES.items():
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, of: torch.dtype = dtype, by: torch.Generator = generator) -> Tensor:
+            return torch.randn(*shape, generator=by, dtype=torch.float64).to(of)
+
+        sizes = {
+            form.gate_up: (form.experts, 2 * TRIED_HIDDEN, TRIED_FEATURES),
+            form.down: (form.experts, TRIED_FEATURES, TRIED_HIDDEN),
+        }
+        with _isolated():
+            small = {id(module._parameters[own]): nn.Parameter(draw(*size)) for own, size in sizes.items()}
+            try:
+                tried = copy.deepcopy(module, dict(small))
+            except Exception:  # deepcopy may run the user's code, which may raise anything
+                return False
+            found = [_tried_experts(tried, form, draw, scale, tolerance) for scale in TRIED_SCALES]
+        if found != [None] * len(found):
+            return all(found)
+    return False
+
+
+def _tried_experts(module: nn.Module, form: ExpertsForm, draw: Any, scale: float, tolerance: float) -> bool | None:
+    """Return whether calls in both modes give the form's result and gradients; None if the module cannot be called."""
+    chosen = min(TRIED_CHOICES, form.experts)
+    ids = draw(TRIED_ROWS, form.experts).topk(chosen, dim=1).indices
+    a, weights = draw(TRIED_ROWS, TRIED_FEATURES) * scale, draw(TRIED_ROWS, chosen).sigmoid()
+    given = draw(TRIED_ROWS, TRIED_FEATURES)
+    inputs: list[Any] = [
+        a.requires_grad_(),
+        weights.requires_grad_(),
+        *(module._parameters[own] for own in (form.gate_up, form.down)),
+    ]
+    gate_up, down = inputs[2:]
+    hidden = torch.einsum("tk,tjnk->tjn", a, gate_up[ids])
+    gate, up = hidden.chunk(2, dim=-1)
+    expected = torch.einsum("tjn,tjkn,tj->tk", torch.nn.functional.silu(gate) * up, down[ids], weights)
+    of_formula = torch.autograd.grad(expected, inputs, given)
+    before = list(_state(module.train()))
+    for training in (True, False):
+        module.train(training)
+        try:
+            out = module.forward(a, ids, weights)
+            gradients = torch.autograd.grad(out, inputs, given)
+        except Exception:  # forward and backward run the user's code, which may raise anything
+            return None
+        pairs = zip((out, *gradients), (expected, *of_formula), strict=True)
+        if not all(_close(one, other.detach(), tolerance) for one, other in pairs):
+            return False
+    after = list(_state(module.train()))
+    return len(after) == len(before) and all(map(_unchanged, before, after))

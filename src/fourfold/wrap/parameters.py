@@ -51,7 +51,7 @@ def stored_names(slices: Mapping[str, PlainSlice]) -> dict[str, list[str]]:
 def join_slices(tensors: Iterable[Tensor], part: PlainSlice) -> Tensor:
     """Return the plain tensor that is stored as these parts; `part` describes any of them."""
     parts = list(tensors)
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=part.dim)
     return whole.t().contiguous() if part.transposed else whole
 
 
@@ -446,7 +446,9 @@ def lend_parameter(module: nn.Module, name: str, context: ModelContext, owner: s
     if not all(isinstance(parameter, DTensor) for parameter, _ in parts):
         return None  # it is gathered: the module is running its own code
     first, part = parts[0][0], slices[own[0]]
-    shape = (sum(len(parameter) for parameter, _ in parts), *first.shape[1:]) if first.dim() else ()
+    shape = list(first.shape)
+    if shape:  # without dims it is one part
+        shape[part.dim] = sum(parameter.shape[part.dim] for parameter, _ in parts)
     # stands for the values, which are not gathered unless somebody computes with them
     empty = torch.empty(
         0,
@@ -455,7 +457,7 @@ def lend_parameter(module: nn.Module, name: str, context: ModelContext, owner: s
         requires_grad=first.requires_grad,
     )
     placement = ParameterPlacement(context, f"{owner}.{name}".lstrip("."), parts, part)
-    return GridTensor(empty, placement, shape[::-1] if part.transposed else shape)
+    return GridTensor(empty, placement, Size(shape[::-1] if part.transposed else shape))
 
 
 def require_unchanged_parameters(context: ModelContext) -> None:

@@ -88,6 +88,14 @@ class ChannelNormParallel(ParallelStyle):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsParallel(ParallelStyle):
+    """The experts of a mixture, whose weights are cut as an MLP's: hidden units over x, features of the stream over y.
+
+    The router keeps its own code.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class MultiheadParallel(ParallelStyle):
     """An nn.MultiheadAttention. It is found by structure and never written in a plan."""
 
@@ -113,6 +121,7 @@ HUGGING_FACE: dict[str, ParallelStyle] = {
     "embedding_rowwise": EmbeddingParallel(),
     "sequence_parallel": NormParallel(),
     "replicated_with_grad_allreduce": HeadNormParallel(),
+    "moe_tp_experts": ExpertsParallel(),
     "replicate": WholeTensors(),
 }
 """The style for each word of a `tp_plan` in transformers. Words that differ in who gathers the result mean the
@@ -142,15 +151,29 @@ class StyleChoice:
 
 
 def resolve(
-    plan: Mapping[str, ParallelStyle | str], names: Iterable[str], source: str, *, given: bool
+    plan: Mapping[str, ParallelStyle | str],
+    names: Iterable[str],
+    source: str,
+    *,
+    given: bool,
+    parameters: Iterable[str] = (),
 ) -> dict[str, StyleChoice]:
-    """Return the style of every module that the plan names; `source` is what the reason calls the plan."""
-    names = list(names)
+    """Return the style of every module that the plan names; `source` is what the reason calls the plan.
+
+    Transformers' plans also name parameters of modules with experts, `parameters` among them. The module's style, which
+    the plan must give as well, says how they are cut.
+    """
+    names, parameters = list(names), list(parameters)
     if not isinstance(plan, Mapping):
         raise ValueError(f"plan={plan!r}: a plan is a dict from names of modules to styles; give such a dict, or None")
     chosen: dict[str, StyleChoice] = {}
+    found = {key: matches(key, names) for key in plan}
+    named = {name for matching in found.values() for name in matching}
     for key, style in plan.items():
-        matching = matches(key, names)
+        matching = found[key]
+        owners = set() if matching else {name.rpartition(".")[0] for name in matches(key, parameters)}
+        if owners and owners <= named:
+            continue
         if not matching:
             # cutoff 0: always name the nearest module, however far
             near = get_close_matches(key, [pattern_of(name) for name in names], n=1, cutoff=0)
@@ -198,6 +221,6 @@ def style_of(key: str, style: ParallelStyle | str) -> ParallelStyle:
     raise ValueError(
         f"plan: {key!r} has {style!r}; use one of the styles ExpandParallel(), ContractParallel(), HeadParallel(), "
         "EmbeddingParallel(), NormParallel(), HeadNormParallel(), HeadsParallel(), ConvParallel(), "
-        "ChannelNormParallel(), WholeTensors() of fourfold.wrap, or Hugging Face's "
+        "ChannelNormParallel(), ExpertsParallel(), WholeTensors() of fourfold.wrap, or Hugging Face's "
         f"{', '.join(map(repr, HUGGING_FACE))}"
     )

@@ -17,7 +17,14 @@ from fourfold.grid import Grid
 from fourfold.layout import FEATURES, inner, rest
 from fourfold.policy import Policy
 from fourfold.wrap.adapters import adapters_of, is_computed, is_embedding, uses_forward_of
-from fourfold.wrap.detect import LinearDetector, LinearForm, has_hooks, norm_formula_of
+from fourfold.wrap.detect import (
+    ExpertsDetector,
+    ExpertsForm,
+    LinearDetector,
+    LinearForm,
+    has_hooks,
+    norm_formula_of,
+)
 from fourfold.wrap.images import find_images
 from fourfold.wrap.linear_adapters import HeadCounts, sizes_of_parts
 from fourfold.wrap.lora import find_lora, inside, plain_names
@@ -25,6 +32,7 @@ from fourfold.wrap.plan import (
     ContractParallel,
     EmbeddingParallel,
     ExpandParallel,
+    ExpertsParallel,
     HeadNormParallel,
     HeadParallel,
     MultiheadParallel,
@@ -78,6 +86,8 @@ class ModelStructure:
     """The number of parts into which features are cut inside a sublayer."""
     groups: dict[tuple[str, ...], HeadCounts | None] = field(default_factory=dict)
     """The layers that read one tensor together; q, k and v with their heads."""
+    experts: dict[str, ExpertsForm] = field(default_factory=dict)
+    """The form of each module with the experts of a mixture, by its name."""
     counts: dict[str, HeadCounts] = field(default_factory=dict)
     """The heads of every attention, by the attention's name."""
     blocks: dict[str, int] = field(default_factory=dict)
@@ -124,6 +134,20 @@ class ModelStructure:
             # with as many key heads as query heads the weight has three times the width
             q = form.outputs if form.outputs < 3 * form.inputs else form.inputs
             self._find_heads(name, module, q, None, form.inputs)
+
+    def find_experts(self, name: str, module: nn.Module, detector: ExpertsDetector) -> None:
+        """Find a module with the experts of a mixture."""
+        form = None if adapters_of(module) else detector.form_of(module)
+        if form is None:
+            return
+        self.experts[name] = form
+        why = f"{form.experts} gated experts"
+        if form.features % self.stream_parts or form.hidden % self.inner_parts:
+            cuts = f"{self.stream_parts} and {self.inner_parts}"
+            why += f", but {form.features} features and {form.hidden} hidden units do not divide by {cuts}"
+            self.choices.setdefault(name, StyleChoice(WholeTensors(), why))
+        else:
+            self.choices.setdefault(name, StyleChoice(ExpertsParallel(), why))
 
     def find_gates(self, name: str, children: Mapping[str, nn.Module]) -> None:
         """Find gate and up of an MLP."""
@@ -280,7 +304,8 @@ class ModelStructure:
             for name, choice in choices.items():
                 form = self.forms.get(self.modules[name])
                 tried = form is not None and form.dims is not None
-                if (len(cuts) > 1 and tried and not choice.given) or isinstance(choice.style, MultiheadParallel):
+                never = isinstance(choice.style, (MultiheadParallel, ExpertsParallel))
+                if (len(cuts) > 1 and tried and not choice.given) or never:
                     why = "a module that uses it in another way has the same parameter"
                     self.choices[name] = StyleChoice(WholeTensors(), why)
 
@@ -323,7 +348,7 @@ def find_structure(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[
     layers = {plain[name]: name for name, module in model.named_modules() if inside(module) is module}
     modules = {name: model.get_submodule(layer) for name, layer in layers.items()}
     choices = find_images(model, given) | find_lora(model) | dict(given)
-    detector = LinearDetector()
+    detector, experts = LinearDetector(), ExpertsDetector()
     forms = {module: form for module in modules.values() if (form := form_of(module, detector)) is not None}
     y, parts = (layout(policy.activations).parts(grid.shape.sizes, FEATURES) for layout in (rest, inner))
     found = ModelStructure(modules, forms, {plain[name]: choice for name, choice in choices.items()}, plain, y, parts)
@@ -332,6 +357,7 @@ def find_structure(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[
         own = {child: kind for child, kind in children_of(module).items() if path(name, child) in modules}
         children = {child: kind for child, kind in own.items() if kind in forms}
         found.find_multihead(name, module)
+        found.find_experts(name, module, experts)
         found.find_attention(name, module, children)
         found.find_gates(name, children)
     found.find_blocks()

@@ -1,0 +1,140 @@
+"""The experts of a mixture: a module that sends each token through the experts that it is given, cut like an MLP.
+
+The router around it keeps its own code, since families differ in what it does, and hands over the experts of each token
+and how much each counts. In the notation of `operators`, with m tokens of a place, P pairs of a token and an expert, k
+features of the stream and n hidden units of an expert:
+
+    at rest   a [m/(zx), k/y] -> enter -> [m/z, k/y]
+    expand    u_e = a_e w_e^T, [P, n/x] {sum y}, for gate and up -> spread                    E18
+    inner     h = silu(gate) * up * p
+    contract  o_e = h_e w_e^T, [P, k/y] {sum x} -> out[t] = sum_j o[t, j] in the order of j   E19 -> leave
+
+Choices and p are whole on every rank of a place, as all plain tensors of model code are. Each rank finds the part of
+p's gradient that belongs to its hidden units, so backward sums it over the axes that cut these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fourfold import kernels
+from fourfold.grid import Grid
+from fourfold.layout import PRODUCT, Spec
+from fourfold.nn.dispatch import Pairs
+from fourfold.nn.layer import Layer
+from fourfold.nn.linear import keeps_weights
+from fourfold.nn.moe import CONTRACTS, EXPANDS, ExpertFactor, ExpertProduct
+from fourfold.operators import Body, OpContext, collect, enter, identity, leave, spread
+from fourfold.policy import Policy
+from fourfold.wrap.adapters import LayerAdapter, LayerParameter, PlainSlice
+from fourfold.wrap.detect import ExpertsForm
+from fourfold.wrap.grid_tensor import GridTensor, ModelContext, to_whole
+from fourfold.wrap.placements import RestPlacement, conjugate, to_rest
+
+
+class Experts(Layer):
+    """Gated experts without a router."""
+
+    def __init__(self, grid: Grid, policy: Policy, form: ExpertsForm) -> None:
+        super().__init__(grid, policy)
+        self.form = form
+        for name in ("gate", "up"):
+            self.declare(name, Spec((form.experts, form.hidden, form.features), EXPANDS, PRODUCT))
+        self.declare("down", Spec((form.experts, form.features, form.hidden), CONTRACTS, PRODUCT))
+
+    def forward(self, a: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Compute the experts `ids` [m, K] of m tokens, which count `weights` [m, K], from rest to rest."""
+        site = self.site(len(ids))
+        pairs = Pairs(ids, self.form.experts)
+        # each wait is at once: the product behind it needs the whole, and there is no other half to compute
+        entering = enter(a, site)
+        whole = entering.wait()
+        width = self.form.hidden // site.x
+        again = (a, site.gather_tokens) if self._rereads(site, travels=entering.travels) else (whole, identity)
+        out = self._product("input", pairs, ("gate", "up"), whole, *again)
+        hidden = kernels.region(kernels.swiglu, a, compiled=self.policy.compile)(
+            spread(out, site, [width, width]).wait()
+        )
+        hidden = hidden * pairs.sort(self._own_part(weights, site)).to(hidden.dtype)
+        collecting = collect(hidden, site, width)
+        joined = collecting.wait()
+        features = partial(site.gather_features, widths=[width])
+        again = (hidden, features) if self._rereads(site, travels=collecting.travels) else (joined, identity)
+        return leave(self._product("output", pairs, ("down",), joined, *again), site).wait()
+
+    def _rereads(self, site: OpContext, *, travels: bool) -> bool:
+        """Return whether backward gathers an input again, of which it keeps the part that this rank holds at rest."""
+        return travels and site.sharded and not self.policy.keep_gathered
+
+    def _own_part(self, weights: Tensor, site: OpContext) -> Tensor:
+        """Return p, whose gradient is the sum of what the ranks of a place find for their hidden units."""
+
+        def back(gradient: Tensor) -> Tensor:
+            # each wait is at once: the sum over y, or autograd's next node, reads it
+            owed = site.sum_x(gradient).wait() if site.x > 1 else gradient
+            return site.sum_y(owed).wait() if site.sharded and site.y > 1 else owed
+
+        return conjugate(weights, torch.clone, back) if site.x * site.y > 1 else weights
+
+    def _product(
+        self,
+        per_token: Literal["input", "output"],
+        pairs: Pairs,
+        names: tuple[str, ...],
+        a: Tensor,
+        kept: Tensor,
+        reread: Body,
+    ) -> Tensor:
+        """Run the product of these weights; backward gathers the input again from `kept` by `reread`."""
+        keep = keeps_weights(self, self.member(names[0]))
+        factor = ExpertFactor(self.group(*names), pairs.ends, keep, pairs, per_token)
+        return ExpertProduct.apply(factor, reread, a, kept.detach(), *(getattr(self, name) for name in names))
+
+
+class ExpertsAdapter(LayerAdapter[Experts]):
+    """Runs a module with the experts of a mixture, from rest to rest."""
+
+    treats_tokens_alike = True
+
+    def parameters(self) -> Mapping[str, LayerParameter]:
+        form, experts = self.layer.form, self.layer
+        parts = (range(form.hidden), range(form.hidden, 2 * form.hidden))
+        found: dict[str, LayerParameter] = {
+            f"{form.gate_up}_{index}": (experts, name, PlainSlice(form.gate_up, rows, dim=1))
+            for index, (name, rows) in enumerate(zip(("gate", "up"), parts, strict=True))
+        }
+        return {**found, form.down: (experts, "down", PlainSlice(form.down))}
+
+    def accepts(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        if len(args) != 3 or kwargs or not all(isinstance(tensor, Tensor) for tensor in args):
+            return False
+        a, ids, weights = args
+        shapes = a.dim() == 2 and a.shape[1] == self.layer.form.features and ids.shape == weights.shape
+        return shapes and ids.dim() == 2 and 0 < len(ids) == len(a) and weights.dtype.is_floating_point
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> GridTensor:  # noqa: ARG002
+        a, ids, weights = args
+        resting = to_rest(a, self.context)
+        out = self.layer(resting.local, to_whole(ids), to_whole(weights))
+        return GridTensor(out, RestPlacement(self.context), resting.shape)
+
+    def describe(self) -> tuple[str, str]:
+        experts = self.layer.form.experts
+        layout = f"{experts} experts: gate, up w[n/x, k/y]/z: rest -> inner; down w[k/y, n/x]/z: inner -> rest"
+        return layout, "enter over x, w over z, spread and collect over y, leave over x"
+
+
+def make_experts(name: str, why: str, context: ModelContext, form: ExpertsForm | None) -> ExpertsAdapter:
+    """Return the adapter of a module with experts."""
+    if form is None:
+        raise ValueError(
+            "ExpertsParallel() is for modules with gated experts in two weights, [experts, 2 hidden, features] and "
+            "[experts, features, hidden], called with tokens, their experts and how much these count; give it "
+            "WholeTensors()"
+        )
+    return ExpertsAdapter(name, context, why, Experts(context.grid, context.policy, form))
