@@ -66,9 +66,10 @@ def renumber(
                 parts.setdefault(rank_file(rank), {})[name] = box
         written = {}
         for file_name in record.files:
-            types = files.of(file_name).tensors
-            tensors = _tensors(files, record, file_name, parts.get(file_name, {}), moved)
-            finite = [name for name in types if name in record.tensors and record.tensors[name].finite]
+            own, there = parts.get(file_name, {}), files.of(file_name).tensors
+            types = {name: there[name] for name in own}
+            tensors = _tensors(files, record, file_name, own, moved)
+            finite = [name for name in own if record.tensors[name].finite]
             written[file_name] = write_tensor_file(folder / file_name, types, tensors, finite)
         write_record(folder, replace(record, state=state, files=written))
     return state
@@ -103,13 +104,12 @@ def _moved(source: Path, record: Record, orders: Orders) -> dict[str, Sequence[i
 def _tensors(
     files: _OpenFiles, record: Record, file_name: str, parts: Mapping[str, Box], moved: Mapping[str, Sequence[int]]
 ) -> Iterator[Tensor]:
-    """Yield the tensors of a file of the copy, in the order of the original's."""
-    for name in files.of(file_name).tensors:
+    """Yield the tensors of a file of the copy, of which it has these parts, in their order."""
+    for name, box in parts.items():
         if name not in moved:
             yield files.of(file_name).read(name)
             continue
-        info, box = record.tensors[name], parts[name]
-        part = torch.empty([len(along) for along in box], dtype=info.dtype)
+        part = torch.empty([len(along) for along in box], dtype=record.tensors[name].dtype)
         for row, former in zip(part, moved[name][box[0].start : box[0].stop], strict=True):
             _read_row(files, record, name, (range(former, former + 1), *box[1:]), row[None])
         yield part

@@ -60,7 +60,7 @@ class ExpertsOfRun:
     counts: Tensor
     """The pairs of each expert, [blocks, E]."""
     transitions: Tensor | None
-    """The tokens that went from each expert of a block to each of the next, [blocks - 1, E, E]; None if not recorded."""
+    """The tokens from each expert of a block to each of the next, [blocks - 1, E, E]; None if they are not recorded."""
 
     @classmethod
     def read(cls, folder: Path) -> ExpertsOfRun:
