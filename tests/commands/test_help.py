@@ -32,6 +32,7 @@ NAMES = [
     "launch",
     "doctor",
     "schedule",
+    "experts",
     "completion",
 ]
 
