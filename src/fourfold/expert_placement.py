@@ -266,7 +266,7 @@ def _nearer(
     if transitions is None or not len(transitions) or len(set(bins.nodes.tolist())) == 1:
         return order
     order = order.clone()
-    search = _Search(counts, transitions, order, bins, allowed, limited=limited)
+    search = _Exchanges(counts, transitions, order, bins, allowed, limited=limited)
     for block in range(1, len(order)):  # first each block beside the one before it
         search.exchange(block, after=False)
     for _ in range(MOST_SWEEPS):
@@ -279,7 +279,7 @@ def _nearer(
     return order
 
 
-class _Search:
+class _Exchanges:
     """Exchanges experts between nodes, in place in `order`, as long as a token less changes its node."""
 
     def __init__(
