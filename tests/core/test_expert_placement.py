@@ -61,8 +61,8 @@ def most_that_stay(counts: Tensor, transitions: Tensor, where: ExpertRanks) -> f
 
 
 def test_balance_is_the_best_there_is_and_most_tokens_stay_in_their_node() -> None:
-    """No placement of a few experts is more even. In 200 draws at least 0.82 of the tokens stayed that could, and 0.99 on
-    average."""
+    """No placement of a few experts is more even. In 200 draws at least 0.82 of the tokens stay that could, on average
+    0.99."""
     shares = []
     for seed in range(24):
         counts, transitions, where = drawn(seed)
