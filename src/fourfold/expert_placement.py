@@ -334,7 +334,7 @@ def _nearer(
     if transitions is None or not len(transitions) or len(bins.of_nodes.shares) == 1:
         return order
     order = order.clone()
-    search = _Search(counts, transitions, order, bins, limits, allowed)
+    search = _Exchanges(counts, transitions, order, bins, limits, allowed)
     if not begun:
         for block in range(1, len(order)):  # first each block beside the one before it
             search.exchange(block, after=False)
@@ -348,7 +348,7 @@ def _nearer(
     return order
 
 
-class _Search:
+class _Exchanges:
     """Exchanges experts between nodes, in place in `order`, as long as a token less changes its node."""
 
     def __init__(
