@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, product
-from math import factorial, prod
+from math import factorial, inf, prod
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ SLACK = 1.05
 MOST_DIVISIONS = 3000
 """All ways to divide experts among ranks are tried if there are at most so many: 8 experts on up to 4 ranks, or 7 and 7
 on two. More experts divide evenly enough by exchanges of one for one."""
+MOST_STARTS, FEW_TRANSITIONS = 8, 1 << 18
+"""The search begins from so many divisions of the experts if there are at most so many numbers of transitions, and from
+one if there are more, where a search takes up to minutes."""
 MOST_SWEEPS = 30
 """How often exchanges go through all blocks at most."""
 LEAST = 0.5
@@ -128,11 +132,12 @@ def place(counts: Tensor, transitions: Tensor | None, where: ExpertRanks, groups
     if window <= where.per_node:  # a group stays in one node: whole groups change places
         at = [number * window // where.per_node for number in range(groups)]
         collapsed = _by_group(counts, transitions, size)
-        found = _nearer(*collapsed, _unchanged(collapsed[0]), _Bins([1] * groups, at), limited=False)
+        found = _nearer(*collapsed, _unchanged(collapsed[0]), _Bins([1] * groups, at), [inf] * len(counts))
         return _expanded(found, first, size)
     group_of = torch.arange(experts) // size
     same = group_of[:, None] == group_of
-    return _nearer(counts, transitions, first, _Bins.of_ranks(where, experts), allowed=same)
+    bins = _Bins.of_ranks(where, experts)
+    return _nearer(counts, transitions, first, bins, bins.limits(counts, first), allowed=same)
 
 
 def _unchanged(counts: Tensor) -> Tensor:
@@ -168,14 +173,65 @@ class _Bins:
     def of_ranks(cls, where: ExpertRanks, items: int) -> _Bins:
         return cls(where.shares(items), [rank // where.per_node for rank in range(where.number)])
 
+    @cached_property
+    def of_nodes(self) -> _Bins:
+        """The nodes as bins."""
+        nodes = range(int(self.node_of_bin.max()) + 1)
+        return _Bins([int((self.nodes == node).sum()) for node in nodes], nodes)
+
+    def limits(self, counts: Tensor, even: Tensor) -> list[float]:
+        """Return the load that a bin may have in each block, given a numbering that is as even as it gets."""
+        loads = [self.loads(own[new]) for own, new in zip(counts, even, strict=True)]
+        return [max(float(own.max()), SLACK * float(own.mean())) for own in loads]
+
     def loads(self, counts: Tensor) -> Tensor:
         """Return the load of each bin, given the counts by number."""
         return torch.zeros(len(self.shares), dtype=counts.dtype).index_add_(0, self.bins, counts)
 
 
 def _place(counts: Tensor, transitions: Tensor | None, bins: _Bins) -> Tensor:
-    first = torch.stack([_balanced(of_block, bins) for of_block in counts])
-    return _nearer(counts, transitions, first, bins)
+    even = torch.stack([_balanced(of_block, bins) for of_block in counts])
+    if transitions is None or not len(transitions) or len(bins.of_nodes.shares) == 1:
+        return even
+    limits = bins.limits(counts, even), bins.of_nodes.limits(counts, even)
+    starts = MOST_STARTS if transitions.numel() <= FEW_TRANSITIONS else 1
+    noise = torch.Generator().manual_seed(0)  # the same run gives the same numbering
+    best, most = even, _staying(transitions, even, bins)
+    for start in range(starts):
+        # other divisions lead to other ends: where experts are spread evenly, no single exchange may help
+        odd = counts * (0.5 + torch.rand(counts.shape, generator=noise)) if start else counts
+        first = torch.stack([_balanced(of_block, bins.of_nodes) for of_block in odd]) if start else even
+        order = _near_and_even(counts, transitions, first, even, bins, *limits)
+        if (stay := _staying(transitions, order, bins)) > most:
+            best, most = order, stay
+    return best
+
+
+def _near_and_even(
+    counts: Tensor,
+    transitions: Tensor,
+    first: Tensor,
+    even: Tensor,
+    bins: _Bins,
+    limits: Sequence[float],
+    limits_of_nodes: Sequence[float],
+) -> Tensor:
+    """Return a numbering found from a first one, in two steps; it never exceeds the limits of bins, as `even` does not.
+
+    First only the limits of nodes count, for then experts of very different loads can change places.
+    """
+    by_node = _nearer(counts, transitions, first, bins.of_nodes, limits_of_nodes)
+    order = torch.stack([_balanced_inside(*of_block, bins) for of_block in zip(counts, by_node, strict=True)])
+    for block, new in enumerate(order):
+        if float(bins.loads(counts[block][new]).max()) > limits[block]:
+            order[block] = even[block]
+    return _nearer(counts, transitions, order, bins, limits, begun=True)
+
+
+def _staying(transitions: Tensor, order: Tensor, bins: _Bins) -> float:
+    """Return how many transitions stay in a node."""
+    same = bins.nodes[:, None] == bins.nodes
+    return sum(float(found[order[block]][:, order[block + 1]][same].sum()) for block, found in enumerate(transitions))
 
 
 # --- balance
@@ -186,7 +242,7 @@ def _balanced(counts: Tensor, bins: _Bins) -> Tensor:
     loads = counts.tolist()
     if _are_few(bins.shares):
         held = min(_divisions(range(len(loads)), bins.shares), key=lambda held: max(_sums(held, loads)))
-        return torch.tensor([item for own in held for item in own])
+        return torch.tensor([item for own in held for item in own], dtype=torch.long)
     held: list[list[int]] = [[] for _ in bins.shares]
     for item in sorted(range(len(loads)), key=lambda item: (-loads[item], item)):
         free = [number for number, own in enumerate(held) if len(own) < bins.shares[number]]
@@ -194,6 +250,16 @@ def _balanced(counts: Tensor, bins: _Bins) -> Tensor:
     while _even_out(held, loads):
         pass
     return torch.tensor([item for own in held for item in sorted(own)])
+
+
+def _balanced_inside(counts: Tensor, order: Tensor, bins: _Bins) -> Tensor:
+    """Return the numbering of a block that balances the bins inside each node, whose experts stay there."""
+    found = order.clone()
+    for node in range(len(bins.of_nodes.shares)):
+        here, own = order[bins.nodes == node], (bins.node_of_bin == node).tolist()
+        inside = [share for share, mine in zip(bins.shares, own, strict=True) if mine]
+        found[bins.nodes == node] = here[_balanced(counts[here], _Bins(inside, [0] * len(inside)))]
+    return found
 
 
 def _even_out(held: list[list[int]], loads: Sequence[float]) -> bool:
@@ -255,20 +321,23 @@ def _nearer(
     transitions: Tensor | None,
     order: Tensor,
     bins: _Bins,
+    limits: Sequence[float],
     *,
     allowed: Tensor | None = None,
-    limited: bool = True,
+    begun: bool = False,
 ) -> Tensor:
     """Return a numbering with which fewer tokens change their node, found by exchanges from `order`.
 
-    `allowed` [numbers, numbers] says which numbers may be exchanged. With `limited` no bin may get too much.
+    `limits` are the loads that a bin may have, by block, and `allowed` [numbers, numbers] says which numbers may be
+    exchanged. `begun` says that `order` was made for these transitions.
     """
-    if transitions is None or not len(transitions) or len(set(bins.nodes.tolist())) == 1:
+    if transitions is None or not len(transitions) or len(bins.of_nodes.shares) == 1:
         return order
     order = order.clone()
-    search = _Exchanges(counts, transitions, order, bins, allowed, limited=limited)
-    for block in range(1, len(order)):  # first each block beside the one before it
-        search.exchange(block, after=False)
+    search = _Exchanges(counts, transitions, order, bins, limits, allowed)
+    if not begun:
+        for block in range(1, len(order)):  # first each block beside the one before it
+            search.exchange(block, after=False)
     for _ in range(MOST_SWEEPS):
         gained = sum(search.exchange(block) for block in range(len(order)))
         if allowed is None:
@@ -283,13 +352,16 @@ class _Exchanges:
     """Exchanges experts between nodes, in place in `order`, as long as a token less changes its node."""
 
     def __init__(
-        self, counts: Tensor, transitions: Tensor, order: Tensor, bins: _Bins, allowed: Tensor | None, *, limited: bool
+        self,
+        counts: Tensor,
+        transitions: Tensor,
+        order: Tensor,
+        bins: _Bins,
+        limits: Sequence[float],
+        allowed: Tensor | None,
     ) -> None:
-        self.counts, self.transitions, self.order, self.bins, self.allowed = counts, transitions, order, bins, allowed
-        self.limits = [float("inf")] * len(counts)
-        if limited:
-            loads = [bins.loads(own[new]) for own, new in zip(counts, order, strict=True)]
-            self.limits = [max(float(own.max()), SLACK * float(own.mean())) for own in loads]
+        self.counts, self.transitions, self.order = counts, transitions, order
+        self.bins, self.limits, self.allowed = bins, limits, allowed
         self.at = one_hot(bins.nodes, int(bins.node_of_bin.max()) + 1).double()
         """Which node each number is on, [numbers, nodes]."""
 

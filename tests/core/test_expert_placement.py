@@ -61,8 +61,8 @@ def most_that_stay(counts: Tensor, transitions: Tensor, where: ExpertRanks) -> f
 
 
 def test_balance_is_the_best_there_is_and_most_tokens_stay_in_their_node() -> None:
-    """No placement of a few experts is more even. In 200 draws at least 0.74 of the tokens stay that could, 0.97 on
-    average."""
+    """No placement of a few experts is more even. In 200 draws at least 0.82 of the tokens stay that could, on average
+    0.99."""
     shares = []
     for seed in range(24):
         counts, transitions, where = drawn(seed)
@@ -75,7 +75,7 @@ def test_balance_is_the_best_there_is_and_most_tokens_stay_in_their_node() -> No
         stay = sum((1 - share) * float(each.sum()) for share, each in zip(found.leaving, transitions, strict=True))
         shares.append(stay / most_that_stay(counts, transitions, where))
     assert max(shares) <= 1 + 1e-9
-    assert min(shares) >= 0.7 and fmean(shares) >= 0.93
+    assert min(shares) >= 0.8 and fmean(shares) >= 0.97
 
 
 def skewed(experts: int, blocks: int, *, clusters: int = 4) -> tuple[Tensor, Tensor]:

@@ -245,7 +245,7 @@ def _placement_lines(found: Mapping[str, Any]) -> Iterator[str]:
         return
     yield (
         "Bytes of a step. The dispatch brings each token home between two blocks, so how much it sends between nodes "
-        "does not depend on the numbering, only the balance does; sent on is what it would send from expert to expert."
+        "hardly depends on the numbering, only the balance does; sent on is what it would send from expert to expert."
     )
     if today["leaving"] is None:
         yield "No transitions were recorded (log.transitions_every), so only the load is balanced."
