@@ -402,9 +402,9 @@ class _Search:
     def _folds(self, shape: Shape) -> Iterator[Shape]:
         """Yield folds of a grid for a mixture of experts, with sharded activations alone.
 
-        Tokens are sent inside a node, or to as many ranks as there are experts, or without x to nobody. Weights are cut
-        over the fewest ranks that leave room for all else, or over all that have the same experts. Grids with pipe have
-        the first of these folds alone.
+        Tokens are sent inside a node, or to as many ranks as there are experts, or where z is alone to nobody. Weights
+        are cut over the fewest ranks that leave room for all else, or over all that have the same experts. Grids with
+        pipe have the first of these folds alone.
         """
         config, node = self.task.config, self.task.machine.devices_per_node
         ranks = shape.x * shape.z * shape.data
@@ -413,7 +413,7 @@ class _Search:
         sizes = [size for size in range(2, ranks + 1) if ranks % size == 0 and config.experts % size == 0]
         near = max((size for size in sizes if size <= node), default=1)
         every = shape.pipe == 1
-        wanted = dict.fromkeys([near, max(sizes, default=1), *([1] if shape.x == 1 else [])] if every else [near])
+        wanted = dict.fromkeys([near, max(sizes, default=1), *([1] if shape.z == ranks else [])] if every else [near])
         of_experts = 3 * config.layers * config.experts * config.hidden * config.expert_hidden // shape.pipe
         state = 2 * of_experts * self.task.parameters.itemsize  # weights and gradients
         found = {}

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
-from fourfold.axes import AXES, CONTEXT
+from fourfold.axes import AXES, CONTEXT, MESSAGE_AXES
 from fourfold.report import page
 from fourfold.report.page import Figure, card, colour, hint, plot_axis, plot_layout, section, table
 from fourfold.report.run_data import (
@@ -580,7 +580,7 @@ def _marks(name: str, x: list[int], y: list[float], symbol: str, size: int = 9, 
 
 def predicted_axes(run: RunData) -> list[str]:
     """Return the axes that the planner predicted exposed time for."""
-    return [axis for axis in AXES if run.number("predicted", "exposed_seconds", axis) is not None]
+    return [axis for axis in MESSAGE_AXES if run.number("predicted", "exposed_seconds", axis) is not None]
 
 
 Pair = tuple[float | None, float | None]
