@@ -917,9 +917,10 @@ def draw_grid(shape: Shape) -> str:
     those before it. Boxes rather than a picture, so that they wrap on a narrow screen. The page's script colours the
     ranks that share an axis with the rank under the pointer.
     """
+    beside = {axis: shape.group_sizes[axis] for axis in shape.message_axes if axis not in AXES}
     axes = "".join(
         f'<li style="--axis:{colour(axis)}"><b>{axis} = {size}</b> <span>{escape(page.CUTS[axis])}</span></li>'
-        for axis, size in shape.sizes.items()
+        for axis, size in {**shape.sizes, **beside}.items()
     )
     about = f'<ul class="axes">{axes}</ul>' + hint(f"Rank order, fastest axis first: {', '.join(shape.order)}.")
     if shape.world > DRAWN_RANKS:
@@ -949,7 +950,8 @@ def draw_grid(shape: Shape) -> str:
 
 def _rank(shape: Shape, coords: Mapping[str, int]) -> str:
     rank = shape.rank(coords)
-    title = f"rank {rank}: {', '.join(f'{axis}={coords[axis]}' for axis in AXES)}"
+    places = {**coords, **(shape.fold_coords(rank) if shape.folded else {})}
+    title = f"rank {rank}: {', '.join(f'{axis}={place}' for axis, place in places.items())}"
     everywhere = " ".join(str(coords[axis]) for axis in AXES)
     inside = " ".join(f"{axis}{coords[axis]}" for axis in AXES[:2])
     return (
