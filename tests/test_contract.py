@@ -39,6 +39,7 @@ ORDER = [
     "context_way",
     "policy",
     "layout",
+    "expert_placement",
     "offload",
     "engine",
     "kernels",
@@ -90,7 +91,7 @@ INSIDE = {
         "images", "structure", "build", "__init__",
     ],
     "checkpoint": [
-        "__init__", "format", "training_state", "load", "save", "hf_weights", "dcp",
+        "__init__", "format", "training_state", "load", "save", "renumber", "hf_weights", "dcp",
     ],
     "planner": [
         "__init__", "goodput", "machine", "lengths", "sizes", "program", "step_parts", "context", "layers", "mixture",
@@ -107,7 +108,7 @@ INSIDE = {
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
         "report", "import_export", "output", "data_lengths", "calibrate", "plan_numbers", "plan_memory", "plan",
-        "schedule", "checkpoint", "cluster_scripts", "demo",
+        "schedule", "experts", "checkpoint", "cluster_scripts", "demo",
     ],
 }  # fmt: skip
 

@@ -1,10 +1,15 @@
-"""How many tokens each expert of a run has had: the file in a run's folder, and how uneven the counts are.
+"""What a run records about its experts, in two files of its folder: the tokens of each, and their way between blocks.
 
 `experts.bin` begins with `HEAD`: eight bytes that name the format, then the numbers of blocks and of experts, 4 bytes
 each. A record of a step follows another: the step and the number of bytes, 4 bytes each, then the counts of all blocks
 and experts, 4 bytes each, block by block, compressed by zlib. All numbers are whole, little-endian and not negative. A
 block without experts has zeros. A record that was cut off when a run died is not read, and the next part of the run
 writes over it.
+
+`transitions.bin` has the same form and other first bytes. A record has, for each block but the last, E x E numbers: how
+many tokens that chose expert e of the block chose expert f of the next one, in the steps since the record before, with
+the numbers of all f behind each other. It is zero where one of the two blocks has no experts, and between the stages of
+a pipeline. The run's config says how often a record is made (`log.transitions_every`).
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -23,6 +28,7 @@ COUNTS = "experts.bin"
 """The file in a run's folder."""
 MAGIC = b"FFEXPRT1"
 """The first bytes of the file; the last one is the version of the format."""
+TRANSITIONS, TRANSITIONS_MAGIC = "transitions.bin", b"FFTRANS1"
 HEAD = struct.Struct("<8sII")
 RECORD = struct.Struct("<II")
 COUNT = "I" if array("I").itemsize == 4 else "L"
@@ -52,28 +58,36 @@ class StepCounts:
         return sum(count == 0 for counts in self.mixtures.values() for count in counts)
 
 
-class CountsFile:
-    """The file of a run that trains: records are appended, each whole or not at all.
+@dataclass(frozen=True, slots=True)
+class StepTransitions:
+    """The tokens that chose an expert in one block and another one in the next, over all places, in steps up to one."""
+
+    step: int
+    by_block: Sequence[int]
+    """The tokens of each expert of the block by each expert of the next one, for all blocks but the last."""
+
+
+class StepsFile:
+    """A file of a run that trains: records are appended, each whole or not at all.
 
     A run that resumes after a step drops the records of later steps, which it is about to make again.
     """
 
-    def __init__(self, folder: Path, blocks: int, experts: int, *, after: int = 0) -> None:
-        path = folder / COUNTS
-        kept = _end_of(path, blocks, experts, after)
+    def __init__(self, path: Path, magic: bytes, blocks: int, experts: int, *, after: int = 0) -> None:
+        kept = _end_of(path, magic, (blocks, experts), after)
         self._file = path.open("r+b" if kept else "wb", buffering=0)
         self._end = kept
         if not kept:
-            self._append(HEAD.pack(MAGIC, blocks, experts))
+            self._append(HEAD.pack(magic, blocks, experts))
         self._file.truncate(self._end)
 
-    def write(self, counts: StepCounts) -> None:
-        """Append the counts of a step. A full disk raises OSError and leaves the file as it was."""
-        flat = array(COUNT, (count for block in counts.by_block for count in block))
+    def append(self, step: int, flat: Iterable[int]) -> None:
+        """Append the numbers of a step. A full disk raises OSError and leaves the file as it was."""
+        numbers = array(COUNT, flat)
         if sys.byteorder == "big":
-            flat.byteswap()
-        packed = zlib.compress(flat.tobytes(), 1)
-        self._append(RECORD.pack(counts.step, len(packed)) + packed)
+            numbers.byteswap()
+        packed = zlib.compress(numbers.tobytes(), 1)
+        self._append(RECORD.pack(step, len(packed)) + packed)
 
     def _append(self, content: bytes) -> None:
         self._file.seek(self._end)
@@ -87,17 +101,50 @@ class CountsFile:
         self._file.close()
 
 
-def read_counts(folder: Path, most: int | None = None) -> Iterator[StepCounts]:
+class CountsFile:
+    """The records of a run about its experts, as it trains: counts of every step, and transitions now and then."""
+
+    def __init__(self, folder: Path, blocks: int, experts: int, *, after: int = 0) -> None:
+        self._counts = StepsFile(folder / COUNTS, MAGIC, blocks, experts, after=after)
+        self._transitions = StepsFile(folder / TRANSITIONS, TRANSITIONS_MAGIC, blocks, experts, after=after)
+
+    def write(self, counts: StepCounts, transitions: Iterable[int] | None = None) -> None:
+        """Append the counts of a step, and the transitions since the last record of them, block by block."""
+        self._counts.append(counts.step, (count for block in counts.by_block for count in block))
+        if transitions is not None:
+            self._transitions.append(counts.step, transitions)
+
+    def close(self) -> None:
+        self._counts.close()
+        self._transitions.close()
+
+
+def read_counts(folder: Path, most: int | None = None, *, last: int | None = None) -> Iterator[StepCounts]:
     """Yield the counts of all recorded steps of a run, in order; none if it has no mixture of experts.
 
-    Of more than `most` steps so many are read, evenly chosen, the last one included.
+    With `last` only so many of the last steps are read, and of more than `most` so many, evenly chosen, the last one
+    included.
     """
-    path = folder / COUNTS
+    for step, flat, blocks, experts in _read(folder / COUNTS, MAGIC, most=most, last=last):
+        yield StepCounts(step, [flat[block * experts : (block + 1) * experts] for block in range(blocks)])
+
+
+def read_transitions(folder: Path, last: int) -> Iterator[StepTransitions]:
+    """Yield the last recorded transitions of a run, at most so many records, in order."""
+    for step, flat, _, _ in _read(folder / TRANSITIONS, TRANSITIONS_MAGIC, last=last):
+        yield StepTransitions(step, flat)
+
+
+def _read(
+    path: Path, magic: bytes, *, most: int | None = None, last: int | None = None
+) -> Iterator[tuple[int, array[int], int, int]]:
+    """Yield the step and the numbers of records, with the numbers of blocks and experts; none if there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
-        blocks, experts = _read_head(path, file.read(HEAD.size))
+        blocks, experts = _read_head(path, magic, file.read(HEAD.size))
         records = list(_records(file, path.stat().st_size))
+        records = records if last is None else records[-last:]
         every = max(1, -(-len(records) // most)) if most else 1
         for record in records[(len(records) - 1) % every :: every]:
             file.seek(record.begin)
@@ -105,10 +152,10 @@ def read_counts(folder: Path, most: int | None = None) -> Iterator[StepCounts]:
             flat.frombytes(zlib.decompress(file.read(record.end - record.begin)))
             if sys.byteorder == "big":
                 flat.byteswap()
-            yield StepCounts(record.step, [flat[block * experts : (block + 1) * experts] for block in range(blocks)])
+            yield record.step, flat, blocks, experts
 
 
-class _StepRecord(NamedTuple):
+class _CountsAt(NamedTuple):
     """Where the compressed counts of a step are in the file."""
 
     step: int
@@ -116,31 +163,33 @@ class _StepRecord(NamedTuple):
     end: int
 
 
-def _records(file: BinaryIO, size: int) -> Iterator[_StepRecord]:
+def _records(file: BinaryIO, size: int) -> Iterator[_CountsAt]:
     """Yield the whole records of a file whose head was read."""
     while len(head := file.read(RECORD.size)) == RECORD.size:
         step, nbytes = RECORD.unpack(head)
         begin = file.tell()
         if begin + nbytes > size:
             return
-        yield _StepRecord(step, begin, begin + nbytes)
+        yield _CountsAt(step, begin, begin + nbytes)
         file.seek(begin + nbytes)
 
 
-def _read_head(path: Path, head: bytes) -> tuple[int, int]:
-    if len(head) < HEAD.size or not head.startswith(MAGIC):
-        raise ValueError(f"{path} does not hold counts of experts: it begins with {head[:8]!r}, and not with {MAGIC!r}")
+def _read_head(path: Path, magic: bytes, head: bytes) -> tuple[int, int]:
+    if len(head) < HEAD.size or not head.startswith(magic):
+        raise ValueError(
+            f"{path} has no records of experts: it begins with {head[:8]!r}, and not with {magic!r}; move it away"
+        )
     _, blocks, experts = HEAD.unpack(head)
     return blocks, experts
 
 
-def _end_of(path: Path, blocks: int, experts: int, after: int) -> int:
+def _end_of(path: Path, magic: bytes, shape: tuple[int, int], after: int) -> int:
     """Return where the records up to a step end; 0 if there is no file of a model with so many blocks and experts."""
     if not after or not path.exists():
         return 0
     with path.open("rb") as file:
         head = file.read(HEAD.size)
-        if len(head) < HEAD.size or _read_head(path, head) != (blocks, experts):
+        if len(head) < HEAD.size or _read_head(path, magic, head) != shape:
             return 0
         end = HEAD.size
         for record in _records(file, path.stat().st_size):

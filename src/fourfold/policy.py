@@ -157,6 +157,9 @@ class Policy:
     """Dtype in which weight gradients are reduced over z; by default that of the parameters."""
     router_dtype: torch.dtype = torch.float32
     """Dtype in which routers of mixtures compute logits and scores, fp32 or fp64, unless that of products is wider."""
+    pad_experts: bool = False
+    """Whether tokens are sent to experts on a fold in as many rows as the experts' capacity allows, empty ones among
+    them. The host then waits for no counts, and recorded steps (CUDA graphs) can contain it."""
     loss_chunk: int = 0
     """Number of tokens per place whose logits exist at the same time; 0 stands for all. Limits the memory that a large
     vocabulary needs."""

@@ -32,6 +32,7 @@ NAMES = [
     "launch",
     "doctor",
     "schedule",
+    "experts",
     "completion",
 ]
 
@@ -221,7 +222,7 @@ COMPLETED = {
     "train --grid a": ["auto"],
     "train --dtype b": ["bf16"],
     "train --model llama-3-8": ["llama-3-8b"],
-    "train --model mo": ["model.toml"],
+    "train --model mo": ["moe-tiny", "model.toml"],
     "plan --machine per": ["perlmutter"],
     "train mo": ["model.toml"],
     "report ru": ["runs"],

@@ -11,6 +11,7 @@ import torch
 
 import checkpoints
 import fourfold as ff
+from fourfold import comm
 from fourfold.nn.dispatch import Dispatch, Pairs
 from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
@@ -90,7 +91,6 @@ STEPS: list[tuple[Shape, dict[str, Any], int]] = [
     (Shape(x=2, pipe=2, ex=2), dict(gather_weights="step"), 2),
     (Shape(data=4, expert=2, ez=2), dict(keep_weights=True), 2),
     (Shape(x=4, expert=4), {}, 1),
-    (Shape(y=2, x=2, expert=2), dict(compile=True), 1),
 ]
 
 
@@ -126,6 +126,10 @@ ROUTINGS: list[tuple[Shape, dict[str, Any], dict[str, Any]]] = [
     (Shape(z=2, pipe=2, expert=2), dict(capacity=0.8, moe_reads="previous", shared_hidden=24), {}),
     (Shape(data=4, expert=2, ez=2), dict(experts=6, groups=3, top_groups=2, route_scale=1.5), {}),
     (Shape(y=2, z=2, ez=2), dict(capacity=0.8, score="sigmoid"), dict(overlap=Overlap(halves=2))),
+    (Shape(x=2, z=2, expert=4), dict(capacity=0.8), dict(pad_experts=True)),
+    (Shape(z=4, expert=2, ex=2), dict(capacity=1.3, shared_hidden=24), dict(pad_experts=True, recompute="block")),
+    (Shape(x=4, expert=2, ez=2), dict(capacity=0.6), dict(pad_experts=True, activations="replicated")),
+    (Shape(y=2, z=2, expert=2), dict(capacity=1.0), dict(pad_experts=True, overlap=Overlap(halves=2))),
 ]
 
 
@@ -299,6 +303,42 @@ def test_the_bytes_of_dispatch_and_combine_follow_from_the_counts(ranks, shape: 
         assert measured["backward"] == back * (row + 8) + out * row
 
 
+def waits_of(pad_experts: bool) -> tuple[list[str], list[str]]:
+    """Return the messages over expert of a forward pass, and why its layers could not be recorded."""
+    grid = grid_of(Shape(z=2, expert=2))
+    policy = Policy(pad_experts=pad_experts)
+    model = ff.models.build(mixture(layers=1, capacity=1.0), grid, policy=policy, dtype=torch.float64, seed=5)
+    tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
+    with grid.ledger.watch() as records:
+        model(tokens, targets)
+    return [str(one.nbytes) for one in records if one.axis == "expert"], [model.layers[0].mlp.not_recordable]
+
+
+def test_padded_rows_need_no_counts(ranks) -> None:
+    (counted, why), *_ = ranks(2).run(waits_of, False)
+    (padded, nothing), *_ = ranks(2).run(waits_of, True)
+    assert [len(counted), len(padded)] == [3, 2]
+    assert "policy.pad_experts" in why[0]
+    assert nothing == [""]
+    limit = -(-12 * 2 // 5)  # of a row of 12 tokens an expert takes 5 pairs, of 4 rows 20
+    taken = 3 * 2 * 4 * limit  # rank 0 holds 3 of 5 experts, and takes more than it sends
+    assert padded == [str(taken * (24 + 1) * 8), str(taken * 24 * 8)]
+
+
+def muted_step(shape: Shape) -> bool:
+    grid = grid_of(shape)
+    model = ff.models.build(mixture(), grid, dtype=torch.float64, seed=5)
+    tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
+    with comm.muted(grid):
+        model(tokens, targets).backward()
+    return all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("shape", [Shape(x=2, z=2), Shape(x=2, z=2, expert=4)], ids=str)
+def test_a_muted_step_runs_to_its_end(ranks, shape: Shape) -> None:
+    assert all(ranks(4).run(muted_step, shape))
+
+
 # --- what is refused
 
 
@@ -316,6 +356,10 @@ def test_folds_that_do_not_divide_are_refused(sizes: dict[str, int], message: st
 
 
 def folded_without_experts() -> None:
+    grid = grid_of(Shape(z=2, expert=2))
+    model = ff.models.build(mixture(), grid, policy=Policy(pad_experts=True), dtype=torch.float64)
+    with pytest.raises(ValueError, match="pad_experts=True"):
+        model(*(ff.local_rows(whole, grid) for whole in batch()))
     with pytest.raises(ValueError, match="is folded for experts, and the model has none; leave out expert"):
         ff.models.build("gpt-tiny", grid_of(Shape(z=2, expert=2)))
     with pytest.raises(ValueError, match="expert_hidden=25 is not divisible by ex=2"):

@@ -54,3 +54,15 @@ def test_equals_what_torch_counts(name: str, changes: dict[str, int]) -> None:
         model(tokens, tokens).backward()
     masked = 3 * config.layers * 2 * seq * config.heads * config.head_dim
     assert counter.get_total_flops() == rows * seq * (flops_per_token(config, seq).model + masked)
+
+
+def test_of_experts_only_those_count_that_a_token_goes_through() -> None:
+    """moe-tiny at seq 128, with a first block that has an MLP: attention as llama-tiny; K experts and an MLP beside."""
+    config = ff.models.config("moe-tiny", layers=3, dense_layers=1, shared_hidden=24)
+    attention, mlp = 4_608 + 768 + 12_288 / 2, 13_824
+    mixture = 8 * 48 + 2 * 3 * 48 * 48 + 3 * 48 * 24  # the router, two experts, the MLP beside them
+    forward = 2 * (3 * attention + mlp + 2 * mixture + 12_336)
+    assert flops_per_token(config, 128).model == 3 * forward
+    many = ff.models.config("moe-tiny", experts=16)
+    added = 6 * 2 * 8 * 48  # in the routers of two blocks
+    assert flops_per_token(many, 128).model - flops_per_token(ff.models.config("moe-tiny"), 128).model == added

@@ -355,6 +355,22 @@ def test_transfers_across_nodes_share_the_card() -> None:
         assert transfer.beside * on_its_way == pytest.approx(on_its_way + 1e-4)
 
 
+def test_products_of_experts_run_at_the_speed_of_their_size() -> None:
+    """Equally many rows each; with an imbalance one has more, and only the speed of small products changes."""
+    gpu, cpu = (Seconds(small(device=device, gemm_half=100.0), Shape()) for device in ("gpu", "cpu"))
+    one, whole = gpu.product(1000, 4000, 4000, "fp32"), gpu.product(8000, 4000, 4000, "fp32")
+    assert gpu.products(8000, 4000, 4000, "fp32", parts=8) == pytest.approx(8 * one)
+    assert 8 * one > whole == gpu.products(8000, 4000, 4000, "fp32")
+    assert gpu.products(4000, 8000, 4000, "fp32", parts=8, is_wgrad=True) == pytest.approx(
+        8 * gpu.product(4000, 1000, 4000, "fp32")
+    )
+    assert gpu.products(8, 4, 4, "fp32", parts=8) == 1e-6  # one kernel ...
+    assert cpu.products(8, 4, 4, "fp32", parts=8) > 8 * 1e-6  # ... which the CPU has not
+    uneven = Seconds(small(device="gpu", gemm_half=100.0), Shape(), imbalance=4.5)
+    found = uneven.products(8000, 4000, 4000, "fp32", parts=8)
+    assert found == pytest.approx(gpu.product(4500, 4000, 4000, "fp32") + 7 * gpu.product(500, 4000, 4000, "fp32"))
+
+
 def test_products_and_kernels_take_what_bounds_them() -> None:
     seconds = Seconds(small(device="gpu"), Shape())
     assert seconds.product(1000, 1000, 1000, "fp32") == pytest.approx(2e9 / (2e12 * 1000 / 1100))

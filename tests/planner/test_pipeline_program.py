@@ -65,6 +65,25 @@ CASES = [
 ]
 
 
+MIXTURE = ff.models.config("moe-tiny", layers=4, dense_layers=1, shared_hidden=48)
+
+
+@dataclass(frozen=True)
+class MixtureCase(Case):
+    """The same for a mixture of experts."""
+
+    @property
+    def config(self) -> ff.models.ModelConfig:
+        return MIXTURE
+
+
+CASES += [
+    MixtureCase(Shape(z=2, pipe=2), Policy(schedule="zb-h1")),
+    MixtureCase(Shape(x=2, pipe=2), Policy(overlap=Overlap(halves=2), recompute="block")),
+    MixtureCase(Shape(y=2, pipe=2), Policy(stages=LOOP, keep_weights=True)),
+]
+
+
 def follow_the_code(case: Case) -> None:
     """Compare launches, waits and products of every pipe rank with a dry run, in their order."""
     for place in range(case.shape.pipe):

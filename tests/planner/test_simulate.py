@@ -11,6 +11,7 @@ import torch
 import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
+from fourfold.planner.estimate import LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import HOST_MODES, HostSpeed, LinkSpeed, Machine, Seconds, load_machine
 from fourfold.planner.price import Candidate, Task, price, timeline
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
@@ -290,16 +291,43 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "recompute", "rows", "micro_steps"), CHOICES)
-def test_a_few_layers_stand_for_all(shape: Shape, recompute: Recompute, rows: int, micro_steps: int) -> None:
-    """The price of a deep model from a few of its layers, beside a simulation of all of them."""
-    config = ff.models.config("llama-3-8b", layers=20)
+def deep(
+    config: ff.models.ModelConfig, shape: Shape, recompute: Recompute, rows: int, micro_steps: int
+) -> tuple[Task, Candidate]:
     machine = replace(MACHINE, gemm={"bf16": 3e14}, memory_bandwidth=2e12, overhead=5e-6, launch=1e-5, contention=1.1)
     links = {group: LinkSpeed(1e11, 5e-6) for group in machine.inside}
     machine = replace(machine, inside=links, between=LinkSpeed(5e10, 1e-5))
     task = Task(config, machine, rows * micro_steps * shape.data * shape.z, 2048)
     policy = ff.Policy(recompute=recompute, compute_dtype=torch.bfloat16, shard_optimizer=True)
-    candidate = Candidate(shape, policy, rows, micro_steps)
+    return task, Candidate(shape, policy, rows, micro_steps)
+
+
+@pytest.mark.parametrize("dense", [0, 2, 14])
+def test_a_few_layers_of_each_kind_stand_for_all(dense: int) -> None:
+    config = ff.models.config("mixtral-8x7b", layers=24, dense_layers=dense)
+    task, candidate = deep(config, Shape(x=4, data=8), "none", 8, 1)
+    found, whole = price(task, candidate), timeline(task, candidate)
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert price(task, candidate, quick=True).seconds == pytest.approx(whole.seconds, rel=0.05)
+    if dense != 2:
+        return
+    rough = Estimates(task, Cells(task, [candidate]), [candidate.shape.order])
+    assert rough.seconds[0, LEVERS.index(Lever.of(candidate.policy)), 0] == pytest.approx(whole.seconds, rel=0.15)
+
+
+def test_an_uneven_load_changes_only_the_speed_of_small_products() -> None:
+    """Without an expert axis every device computes the same number of rows, however uneven they are."""
+    task, candidate = deep(ff.models.config("mixtral-8x7b", layers=4), Shape(x=4), "none", 8, 1)
+    task = replace(task, machine=replace(task.machine, gemm_half=500.0))
+    even, uneven = price(task, candidate), price(replace(task, imbalance=3.0), candidate)
+    assert even.seconds < uneven.seconds < 1.05 * even.seconds
+    assert even.flops == uneven.flops
+
+
+@pytest.mark.parametrize(("shape", "recompute", "rows", "micro_steps"), CHOICES)
+def test_a_few_layers_stand_for_all(shape: Shape, recompute: Recompute, rows: int, micro_steps: int) -> None:
+    """The price of a deep model from a few of its layers, beside a simulation of all of them."""
+    task, candidate = deep(ff.models.config("llama-3-8b", layers=20), shape, recompute, rows, micro_steps)
     found, whole = price(task, candidate), timeline(task, candidate)
     assert found.seconds == pytest.approx(whole.seconds, rel=0.02)
     # A quick price sees too few layers to know what they wait for along four axes: there it is 12.02% too low.

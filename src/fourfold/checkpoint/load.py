@@ -435,7 +435,8 @@ def read_shards(
             with TensorFile(source / file_name) as file:
                 for name, part in held:
                     common = [overlap(a, b) for a, b in zip(own[name], part, strict=True)]
-                    shards[name].local[_slices(common, own[name])].copy_(file.read(name, _slices(common, part)))
+                    into = shards[name].local[slices_within(common, own[name])]
+                    into.copy_(file.read(name, slices_within(common, part)))
 
     # Two rounds: no rank may change a tensor before every rank has found everything in order.
     record, shards, own, parts = grid.run_together(f"reading {source}", check)
@@ -455,8 +456,8 @@ def _require_checkpoint(source: Path) -> None:
         raise MissingCheckpointError(f"{source} is a folder but not a checkpoint: {held}")
 
 
-def _slices(box: Sequence[range], outer: Sequence[range]) -> tuple[slice, ...]:
-    """Return the slices that select `box` in a tensor that covers `outer`."""
+def slices_within(box: Sequence[range], outer: Sequence[range]) -> tuple[slice, ...]:
+    """Return the slices that select a box in a tensor that covers `outer`."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
 
 

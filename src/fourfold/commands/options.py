@@ -878,6 +878,55 @@ def check_options(command: argparse.ArgumentParser) -> None:
     option(command, "--hop", HOP, not_negative, "SECONDS", default=0.0)
 
 
+EXPERT_RANKS = "ranks along expert to place for; default: those of the run's grid"
+EXPERT_NODE = "ranks along expert in a node; default: 8 if that divides the ranks, else all of them"
+
+
+@command("experts", "show how a mixture uses its experts, and place them on ranks", None)
+def experts_options(_: argparse.ArgumentParser) -> None:
+    """Look at the experts of a run: which of them tokens choose, and which rank should
+    hold which. Both are read from what the run has recorded in its last 100 steps.
+
+    Examples:
+      fourfold experts show runs/moe --expert 8 --node 4
+      fourfold experts place runs/moe --expert 8 --node 4
+    """
+
+
+@command("experts show", "show the load of every expert, and what placing them would bring", "experts:show")
+def show_experts_options(command: argparse.ArgumentParser) -> None:
+    """Show how many tokens each expert of each block has had, how uneven that is, and
+    which had none. With ranks along expert, in the run's grid or given, also show how
+    even these are, and how many tokens change their node from one block to the next,
+    with today's numbering of the experts and with a better one.
+
+    Examples:
+      fourfold experts show runs/moe
+      fourfold experts show runs/moe --expert 8 --node 4 --json -
+    """
+    option(command, "folder", "the run's folder", Path, "RUN")
+    option(command, "--expert", EXPERT_RANKS, positive, "N")
+    option(command, "--node", EXPERT_NODE, positive, "N")
+    option(command, "--json", "write everything as JSON; - prints it instead of the text", metavar="FILE")
+
+
+@command("experts place", "renumber experts, so that ranks have equal loads", "experts:place_experts")
+def place_experts_options(command: argparse.ArgumentParser) -> None:
+    """Number the experts of each block anew, so that all ranks have equally much to
+    compute and tokens find their next expert in the same node, and write a run's folder
+    with a renumbered copy of the newest checkpoint. The model is the same function, and
+    training goes on from there on any grid as it would have.
+
+    Examples:
+      fourfold experts place runs/moe
+      fourfold experts place runs/moe --expert 8 --node 4 --out runs/even
+    """
+    option(command, "folder", "the run's folder", Path, "RUN")
+    option(command, "--expert", EXPERT_RANKS, positive, "N")
+    option(command, "--node", EXPERT_NODE, positive, "N")
+    option(command, "--out", "the folder to write, which must not exist yet; default: RUN-placed", Path, "FOLDER")
+
+
 @command("completion", "let the shell complete commands and options", "completion:completion")
 def completion_options(command: argparse.ArgumentParser) -> None:
     """Print a script that lets the shell complete commands, options, models, machines

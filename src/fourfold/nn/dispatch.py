@@ -14,13 +14,18 @@ R pairs that arrive at its experts:
     return     [R, k/y] -> [P, k/y]                                                        all-to-all over expert
     combine    out[t] = sum_j o[t, j] in the order of j, [m/(zx), k/y]                     E19
 
-The bits of p travel in further columns of the rows. Backward sends along the same ways in the other direction.
+The bits of p travel in further columns of the rows. Backward sends along the same ways in the other direction. Where
+expert and ex have one rank each, pairs only come in turn by expert: nothing is counted or sent.
+
+With room C for the pairs of a rank and an expert, which a capacity gives, every rank sends C rows for each expert, of
+which the last ones may be empty. All numbers of rows are known beforehand: there are no counts, the host does not wait,
+and a CUDA graph can contain the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,6 +36,7 @@ from torch.nn import functional
 from fourfold import comm
 from fourfold.comm import Pending
 from fourfold.engine import Turns
+from fourfold.grid import Grid
 from fourfold.layout import chunk
 from fourfold.operators import AsyncResult, Conjugate, OpContext, Ready, once_differentiable
 
@@ -108,8 +114,11 @@ class UnpackScores(torch.autograd.Function):
 class Dispatch:
     """The way of the pairs of one half of a batch to their experts and back."""
 
-    def __init__(self, pairs: Pairs, experts: int, site: OpContext) -> None:
+    def __init__(self, pairs: Pairs, experts: int, site: OpContext, room: int = 0) -> None:
+        """`room` are the rows that are sent for each expert; 0 for as many as there are pairs."""
+        self.room = room
         self.pairs, self.site, self.grid, self.label = pairs, site, site.grid, site.label
+        self.stays = stays(self.grid)
         ranks = self.grid.size("expert")
         self.shares = [len(chunk(experts, ranks, rank)) for rank in range(ranks)]
         """The number of experts of each rank along expert."""
@@ -129,14 +138,21 @@ class Dispatch:
 
         It returns what waits for the rows that arrive: by expert, [R, k/y], and the score of each, [R, 1].
         """
-        counting = self._launch_counts()
-        pairs = self.pairs
+        pairs, counting = self.pairs, None if self.stays or self.room else self._launch_counts()
         p = pairs.sort(scores)
         p = p.to(torch.promote_types(p.dtype, a.dtype))
-        packed = PackScores.apply(Conjugate.apply(a, pairs.pick, pairs.combine), p)
+        rows = Conjugate.apply(a, pairs.pick, pairs.combine)
+        packed = rows if self.stays else PackScores.apply(rows, p)
         yield  # the other half computes while the counts travel
-        self._plan(counting())
-        packed = packed[: sum(self.sent)]
+        if self.stays:
+            return lambda: (rows, p)
+        if counting is None:
+            here = [[self.room] * self.own] * len(self.shares)
+            self._plan(self._noted([self.room] * sum(self.shares), [here] * self.grid.size("ex")), _kept_tables)
+            packed = Conjugate.apply(packed, self._into_room, self._out_of_room)
+        else:
+            self._plan(counting())
+            packed = packed[: sum(self.sent)]
         arriving: AsyncResult | Ready = Ready(packed)
         if self.grid.size("expert") > 1:
             arriving = self.site.launch(packed, self._to_experts, self._from_experts)
@@ -152,6 +168,8 @@ class Dispatch:
 
     def returning(self, out: Tensor) -> AsyncResult | Ready:
         """Send the outputs of the experts back, [R, k/y] {sum ex} -> [P, k/y]."""
+        if self.stays:
+            return Ready(out)
         out = Conjugate.apply(out, self._unsorted, self._sorted)
         if self.grid.size("ex") > 1:
             out = Conjugate.apply(out, self._part, self._join)
@@ -161,7 +179,10 @@ class Dispatch:
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return the sums over the choices of each token, [P, k/y] -> [m/(zx), k/y] (E19); pairs that stayed are 0."""
-        rows = functional.pad(rows, (0, 0, 0, len(self.pairs.order) - len(rows)))
+        if self.room:
+            rows = Conjugate.apply(rows, self._out_of_room, self._into_room)
+        else:
+            rows = functional.pad(rows, (0, 0, 0, len(self.pairs.order) - len(rows)))
         return Conjugate.apply(rows, self.pairs.combine, self.pairs.pick)
 
     # --- counts
@@ -178,7 +199,7 @@ class Dispatch:
             here = arriving.wait().view(1, ranks, self.own)
             return comm.all_gather(here, grid, "ex", label=self.label).wait() if many else here
 
-        if counts.is_meta:
+        if counts.is_meta or grid.muted:  # there are no numbers
             return lambda: (found(), self._balanced())[1]
         if not counts.is_cuda:
             return lambda: self._noted(counts.tolist(), found().tolist())
@@ -191,7 +212,7 @@ class Dispatch:
         return found
 
     def _balanced(self) -> list[list[list[int]]]:
-        """Return the counts of a dry run, which has no numbers: equally many pairs for every expert."""
+        """Return the counts of a dry run: equally many pairs for every expert."""
         pairs, experts = len(self.pairs.order), sum(self.shares)
         counts = [pairs // experts + (expert < pairs % experts) for expert in range(experts)]
         first = sum(self.shares[: self.grid.coords["expert"]])
@@ -215,21 +236,41 @@ class Dispatch:
 
         return on_host
 
-    def _plan(self, counts: list[list[list[int]]]) -> None:
+    def _plan(self, counts: list[list[list[int]]], tables: Callable[..., tuple[Tensor, Tensor]] | None = None) -> None:
         """Work out what is sent, and in which order rows are multiplied, from the counts by ex, source and expert."""
         mine = counts[self.grid.coords["ex"]]
         self.taken = [sum(of_source) for of_source in mine]
         self.arrived = [sum(map(sum, of_member)) for of_member in counts]
         runs = []  # of rows that come from one rank for one expert: its expert, where it begins, its length
+        by_expert = [0] * self.own
         for number, of_member in enumerate(counts):
             begin = number * max(self.arrived)
             for of_source in of_member:
                 for expert, length in enumerate(of_source):
                     runs.append((expert, begin, length))
+                    by_expert[expert] += length
                     begin += length
-        by_expert = [sum(length for of, _, length in runs if of == expert) for expert in range(self.own)]
-        self.ends = torch.tensor(list(accumulate(by_expert)), dtype=torch.int32, device=self.ends.device)
-        self.order = _concatenated([(begin, length) for _, begin, length in sorted(runs)], self.order.device)
+        in_turn = tuple((begin, length) for _, begin, length in sorted(runs))
+        self.ends, self.order = (tables or _tables)(tuple(by_expert), in_turn, self.order.device)
+
+    # --- room
+
+    def _into_room(self, of_pairs: Tensor) -> Tensor:
+        """Return the rows of pairs where each expert has room for them, [P, w] -> [E C, w]; empty rows are 0."""
+        pairs, most = self.pairs, len(of_pairs) - 1
+        places = torch.arange(self.room, device=of_pairs.device)
+        begin, counts = pairs.ends - pairs.counts, pairs.counts
+        rows = of_pairs.index_select(0, (begin[:, None] + places).clamp(max=most).flatten())
+        return rows.masked_fill_((places >= counts[:, None]).view(-1, 1), 0)
+
+    def _out_of_room(self, rows: Tensor) -> Tensor:
+        """Return the inverse; pairs that stayed get 0."""
+        pairs = self.pairs
+        places = torch.arange(len(pairs.order), device=rows.device)
+        expert = torch.searchsorted(pairs.ends, places, right=True)
+        stayed, expert = expert >= len(pairs.ends), expert.clamp(max=len(pairs.ends) - 1)
+        place = places - (pairs.ends - pairs.counts)[expert] + expert * self.room
+        return rows.index_select(0, place.clamp(max=len(rows) - 1)).masked_fill_(stayed[:, None], 0)
 
     # --- ways
 
@@ -258,14 +299,34 @@ class Dispatch:
         return whole.index_copy_(0, self.order, rows)
 
 
-def _concatenated(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """Return the numbers of several ranges, given by where they begin and how long they are, one after another."""
+def stays(grid: Grid) -> bool:
+    """Return whether tokens stay where they are on a fold: every rank has some of the weights of all experts."""
+    return grid.size("expert") == 1 and grid.size("ex") == 1
+
+
+def _tables(
+    by_expert: tuple[int, ...], runs: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return where the rows of each expert end, and which rows come in turn, on a device.
+
+    The rows that come in turn are runs, given by where they begin and how long they are.
+    """
     total = sum(length for _, length in runs)
     ends = accumulate(length for _, length in runs)
     ahead = [begin - (end - length) for (begin, length), end in zip(runs, ends, strict=True)]
     lengths = torch.tensor([length for _, length in runs], dtype=torch.long, device=device)
     shift = torch.tensor(ahead, dtype=torch.long, device=device).repeat_interleave(lengths, output_size=total)
-    return shift + torch.arange(total, device=device)
+    ends_of_experts = torch.tensor(list(accumulate(by_expert)), dtype=torch.int32, device=device)
+    return ends_of_experts, shift + torch.arange(total, device=device)
+
+
+@lru_cache(maxsize=16)
+def _kept_tables(
+    by_expert: tuple[int, ...], runs: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return `_tables` of padded rows, which every step needs again: a step that is recorded cannot make them."""
+    with torch.inference_mode(mode=False):  # later steps may train
+        return _tables(by_expert, runs, device)
 
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}

@@ -33,7 +33,7 @@ from fourfold.engine import Turns
 from fourfold.gradients import ForwardPass
 from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Init, Layout, Spec
-from fourfold.nn.dispatch import Dispatch, Pairs, all_rows, own_rows, rows_here
+from fourfold.nn.dispatch import Dispatch, Pairs, all_rows, own_rows, rows_here, stays
 from fourfold.nn.layer import Layer, add_gradients
 from fourfold.nn.linear import MLP, keeps_weights, require_divisible
 from fourfold.nn.router import (
@@ -43,6 +43,7 @@ from fourfold.nn.router import (
     SequenceCounts,
     Sequences,
     enter_choice,
+    most_of_an_expert,
     within_capacity,
 )
 from fourfold.operators import (
@@ -296,17 +297,23 @@ class MoE(Layer):
         if site.sharded and site.x > 1:
             gathering = site.gather_tokens(ids.int())
             yield
-            every = gathering.wait().long()
+            every = self._known(gathering.wait().long())
         taken = yield from self._count(every, site, sequences, term)
         if site.sharded and site.y > 1:  # every rank along y multiplies its own hidden units by p
             scores = Conjugate.apply(scores, torch.clone, lambda owed: site.sum_y(owed.contiguous()).wait())
-        experts = self.routing.experts
-        chosen = every if taken is None else every.masked_fill(~taken, experts)
-        if sequences is not None and sequences.real is not None:
-            chosen = chosen.masked_fill(~sequences.real[:, None], experts)
-        dispatch = Dispatch(Pairs(rows_here(site, chosen, experts), experts), experts, site)
-        land = yield from dispatch.turns(own_rows(site, a), own_rows(site, scores))
-        return Sent(dispatch, land)
+        a, scores = own_rows(site, a), own_rows(site, scores)
+        experts, room = self.routing.experts, 0
+        if stays(self.grid):  # products of pairs that no expert takes are computed, and count with 0
+            chosen = rows_here(site, every, 0)
+            scores = scores if taken is None else scores * rows_here(site, taken, filling=0)
+        else:
+            every = every if taken is None else every.masked_fill(~taken, experts)
+            if sequences is not None and sequences.real is not None:
+                every = every.masked_fill(~sequences.real[:, None], experts)
+            chosen = rows_here(site, every, experts)
+            room = most_of_an_expert(self.routing, sequences, site) if self.policy.pad_experts else 0
+        dispatch = Dispatch(Pairs(chosen, experts), experts, site, room)
+        return Sent(dispatch, (yield from dispatch.turns(a, scores)))
 
     def turns(self, a: Tensor, tokens: int, routed: Routed | Sent) -> Turns[Tensor | Returning]:
         """Compute everything up to `leave`; the MLP beside the experts reads a.
@@ -321,7 +328,7 @@ class MoE(Layer):
             yield
         whole = entering.wait()
         scores, ids = routed.choosing.wait().split(self.routing.chosen, dim=1)
-        ids = ids.detach().long()
+        ids = self._known(ids.detach().long())
         taken = yield from self._count(ids, site, routed.sequences, routed.term)
         scores = scores if taken is None else scores * taken
         pairs = Pairs(ids, self.routing.experts)
@@ -341,6 +348,20 @@ class MoE(Layer):
         out = self._product(("gate", "up"), rows, dispatch.ends)
         hidden, again = yield from self._hidden(out, p, dispatch.site)
         return Returning(dispatch, self._product(("down",), hidden, dispatch.ends, again), shared)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """Return ids of experts that have arrived; nothing arrives on a muted grid, so there they become any."""
+        return ids.remainder(self.routing.experts) if self.grid.muted else ids
+
+    @property
+    def not_recordable(self) -> str:
+        """Why a CUDA graph cannot contain the layer; empty if it can."""
+        if not self.folded or self.policy.pad_experts or stays(self.grid):
+            return ""
+        return (
+            "the host must know how many tokens go to each expert; policy.pad_experts=True sends as many rows as the "
+            "capacity of a model allows, without counts"
+        )
 
     def _count(
         self, ids: Tensor, site: OpContext, sequences: Sequences | None, term: BalanceTerm | None

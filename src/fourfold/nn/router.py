@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -153,6 +154,8 @@ class Sequences:
     """Where the segments stand among those of a context group; None if every sequence is whole."""
     limited: bool = True
     """Whether the capacity of experts counts."""
+    each: int | None = None
+    """The number of tokens of every sequence, if all are whole rows of one document."""
     weight: LossWeight | None = None
     """How much the losses of routers count; None if they do not."""
 
@@ -160,7 +163,7 @@ class Sequences:
     def of_rows(cls, rows: int, seq: int, device: torch.device) -> Sequences:
         """Return the sequences of rows that are one document each."""
         of_tokens = torch.arange(rows, device=device).repeat_interleave(seq, output_size=rows * seq)
-        return cls(of_tokens, torch.full((rows,), seq, device=device), rows * seq)
+        return cls(of_tokens, torch.full((rows,), seq, device=device), rows * seq, each=seq)
 
     @classmethod
     def of_documents(cls, positions: Tensor, most: int | None = None) -> Sequences:
@@ -227,6 +230,23 @@ class SequenceCounts:
         return sums[self._shared.end] - first
 
 
+def most_of_an_expert(routing: Routing, sequences: Sequences | None, site: OpContext) -> int:
+    """Return how many pairs of an expert the tokens of one rank can have that it takes.
+
+    Neighbouring tokens of a rank lie in few sequences, of each of which the expert takes `capacity T K / E` pairs.
+    """
+    if sequences is None or not sequences.each or not sequences.limited or not routing.capacity:
+        raise ValueError(
+            f"{site.label}: pad_experts=True sends as many rows as the capacity of experts allows, which it knows for "
+            "rows of one document each, in a model with capacity, outside of dropless() and on grids without context; "
+            "use pad_experts=False (policy.pad_experts of a run)"
+        )
+    rows = -(-site.tokens // site.x)  # also where x repeats tokens, of which each rank then sends a part
+    begun = min(sequences.tokens // sequences.each, -(-(rows - 1) // sequences.each) + 1)
+    limit = ceil(routing.capacity * sequences.each * routing.chosen / routing.experts)
+    return min(rows, begun * limit)
+
+
 def within_capacity(routing: Routing, sequences: Sequences, ids: Tensor, before: Tensor | None) -> Tensor:
     """Return which pairs their experts take, [m, K].
 
@@ -244,6 +264,34 @@ def within_capacity(routing: Routing, sequences: Sequences, ids: Tensor, before:
     # in fp64, in this order: whoever computes it on the host finds the same whole number
     limits = (routing.capacity * sequences.lengths.double() * routing.chosen / routing.experts).ceil().long()
     return number < limits[sequences.of_tokens][:, None]
+
+
+class Transitions:
+    """How many tokens that chose an expert in one block chose another one in the next, [layers - 1, E, E].
+
+    Only blocks that a rank runs one after another count: across the stages of a pipeline nobody knows both choices.
+    The table is memory that never moves, so that a recorded step adds to it.
+    """
+
+    def __init__(self, layers: int, experts: int, device: torch.device) -> None:
+        self.table = torch.zeros(layers - 1, experts, experts, dtype=torch.long, device=device)
+        self._before: dict[int, tuple[int, Tensor]] = {}
+        """The last block that counted and its choices, by half of the batch."""
+
+    def begin(self) -> None:
+        """Forget the choices of the pass before; a pass through a stage begins."""
+        self._before.clear()
+
+    def count(self, layer: int, half: int, ids: Tensor, real: Tensor | None) -> None:
+        """Count the choices [m, K] of the place's tokens in one half of a batch."""
+        before = self._before.get(half)
+        self._before[half] = layer, ids
+        if before is None or before[0] != layer - 1:
+            return
+        experts = self.table.shape[1]
+        pairs = before[1][:, :, None] * experts + ids[:, None, :]
+        ones = torch.ones_like(pairs) if real is None else real[:, None, None].expand_as(pairs).long()
+        self.table[layer - 1].view(-1).index_add_(0, pairs.flatten(), ones.flatten())
 
 
 class BalanceTerm:
@@ -333,6 +381,8 @@ class Router(Layer):
             # `chosen`: how often tokens of this step's training passes chose each expert. `load` and `dropped`: how
             # many pairs each expert took, and how many none took, since somebody asked the model.
             self.register_buffer(name, torch.zeros(width, dtype=torch.long, device=grid.device), persistent=False)
+        self.transitions: tuple[Transitions, int] | None = None
+        """What counts transitions, and the number of this block, where somebody asks for them."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         before = self.bias
@@ -362,8 +412,12 @@ class Router(Layer):
             return torch.zeros_like(self.load).index_add_(0, flat, pairs.flatten())
 
         chosen = by_expert(ones)
-        if self.bias is not None and self.training and torch.is_grad_enabled():
-            self.chosen.add_(chosen)
+        if self.training and torch.is_grad_enabled():
+            if self.bias is not None:
+                self.chosen.add_(chosen)
+            if self.transitions is not None:
+                transitions, layer = self.transitions
+                transitions.count(layer, self.engine.turn.index, ids, real)
         had = chosen if taken is None else by_expert(ones * taken)
         self.load.add_(had)
         if taken is not None:

@@ -73,7 +73,7 @@ def plan_table(document: PlanDocument, top: int, *, width: int | None = None, co
     lines += [("", ""), *((line, "dim") for line in _wrapped(_legend(document, axes), width))]
     if colour is None:
         colour = sys.stdout.isatty()
-    return _coloured(lines) if colour and find_spec("rich") else "\n".join(line for line, _ in lines)
+    return coloured(lines) if colour and find_spec("rich") else "\n".join(line for line, _ in lines)
 
 
 def pipeline_text(entry: PlannedGrid) -> str:
@@ -430,7 +430,7 @@ def _terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def _coloured(lines: Iterable[tuple[str, str]]) -> str:
+def coloured(lines: Iterable[tuple[str, str]]) -> str:
     """Return the text with the colours that the terminal has; with none if NO_COLOR is set."""
     from rich.console import Console
     from rich.text import Text

@@ -842,7 +842,8 @@ def _expert_heat(record: ExpertsRecord | None) -> Figure | None:
     bar = {"title": {"text": "times the mean", "side": "right"}, "thickness": 12, "outlinewidth": 0}
     layout = plot_layout(
         max(210, min(900, 110 + 22 * len(record.blocks))), **axes, annotations=texts, showlegend=False,
-        hovermode="closest", coloraxis={"colorscale": scale, "cmin": 0, "cmax": most, "colorbar": bar},
+        hovermode="closest",
+        coloraxis={"colorscale": scale, "cmin": 0, "cmax": most, "colorbar": bar},
     )  # fmt: skip
     layout["margin"] = {**layout["margin"], "r": 90}
     caption = "Tokens of each expert divided by the mean of its block, in equal parts of the run."

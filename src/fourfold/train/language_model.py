@@ -124,6 +124,11 @@ class LanguageModel(ABC):
         device. All ranks call it and get the sum over all places. None without experts."""
         return None
 
+    def transitions(self) -> Tensor | None:
+        """Return how many tokens of each expert of a block went to each of the next since the last call, [blocks - 1,
+        E, E], on the device. All ranks call it and get the sum over all places. None if it is not counted."""
+        return None
+
     def notes(self) -> list[str]:
         """Return lines about the model that people read before the first step."""
         return []
@@ -146,6 +151,8 @@ class ReferenceModel(LanguageModel):
         dtype, seed = config.policy.parameters, config.train.seed
         self._lora = config.lora.build()
         self.module = build(self.config, grid, policy=self._policy, seed=seed, dtype=dtype, lora=self._lora)
+        if config.log.transitions_every:
+            self.module.count_transitions()
         if self._lora is None:  # frozen weights have fewer FLOPs, which nobody counts
             self.flops = flops_per_token(self.config, config.batch.seq, self._policy)
         batch = config.batch
@@ -198,6 +205,10 @@ class ReferenceModel(LanguageModel):
 
     def expert_load(self) -> Tensor | None:
         return cast(Transformer, self.module).expert_load() if self.config.experts else None
+
+    def transitions(self) -> Tensor | None:
+        counted = self.config.experts and self._run.log.transitions_every
+        return cast(Transformer, self.module).transitions() if counted else None
 
     @cached_property
     def kept_bytes(self) -> dict[str, int]:

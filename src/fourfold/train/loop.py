@@ -104,6 +104,8 @@ class StepInFlight:
     """The attention of the busiest member of rank 0's context group divided by the mean; known on rank 0."""
     load: Tensor | None
     """How many tokens each expert of each block has had, in the host's memory once the device has finished the step."""
+    transitions: Tensor | None
+    """How many tokens have gone from each expert of a block to each of the next, likewise; None for most steps."""
     metrics: Callable[[], StepMetrics]
     """Returns the metrics of the step once the device has finished it."""
 
@@ -487,11 +489,18 @@ class Run:
         # Copied now: reading them later from the device would wait for the next step, which is launched before.
         results = torch.empty(2, dtype=torch.float64, pin_memory=self.meter.on_gpu)
         results.copy_(torch.stack([loss, norm.to(loss.dtype)]), non_blocking=True)
-        if load is not None:
-            load = torch.empty_like(load, device="cpu", pin_memory=self.meter.on_gpu).copy_(load, non_blocking=True)
+        due = _due(step, self.config.log.transitions_every) or step == self.config.train.steps
+        transitions = self.language_model.transitions() if due else None
+        load, transitions = self._on_host(load), self._on_host(transitions)
         metrics = self.meter.end(replayed=graph is not None and graph.replayed)
-        about = data, real_tokens, imbalance, load, metrics
+        about = data, real_tokens, imbalance, load, transitions, metrics
         self._in_flight.append(StepInFlight(step, learning_rate, results, limit, clipped, *about))
+
+    def _on_host(self, counts: Tensor | None) -> Tensor | None:
+        """Return the host's copy of counts, which has its values once the device has finished the step."""
+        if counts is None:
+            return None
+        return torch.empty_like(counts, device="cpu", pin_memory=self.meter.on_gpu).copy_(counts, non_blocking=True)
 
     def _compute(
         self, batches: Sequence[TokenBatch], skip_above: Tensor
@@ -550,7 +559,7 @@ class Run:
             event["padding"] = 1 - done.real_tokens / self.config.batch.tokens
         if done.imbalance is not None:
             event["imbalance"] = done.imbalance
-        collapsed = None if done.load is None else self._judge_load(done.step, done.load, event)
+        collapsed = None if done.load is None else self._judge_load(done, done.load, event)
         self._record(event)
         if collapsed:
             self._record({"event": "collapse", "step": done.step, "said": collapsed})
@@ -559,14 +568,14 @@ class Run:
             self._record_correction()
         return bad
 
-    def _judge_load(self, step: int, load: Tensor, event: RunEvent) -> str:
+    def _judge_load(self, done: StepInFlight, load: Tensor, event: RunEvent) -> str:
         """Add the load of experts to the event of a step, record the counts, and return which routers collapse."""
-        counts = StepCounts(step, load.tolist())
+        counts = StepCounts(done.step, load.tolist())
         loads = counts.loads.values()
         event["expert_load"] = {"worst": max(loads), "mean": fmean(loads), "unused": counts.unused}
         if self._counts is not None:
             try:
-                self._counts.write(counts)
+                self._counts.write(counts, None if done.transitions is None else done.transitions.flatten().tolist())
             except OSError as error:
                 warn(f"the counts of experts are no longer recorded: {error.strerror}; the run continues")
                 self._close_counts()
