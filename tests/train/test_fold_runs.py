@@ -64,3 +64,5 @@ def test_a_run_is_predicted_and_its_page_shows_what_went_over_the_fold(
     assert min(sent[axis] for axis in ("x", "z", "expert", "ez")) > 0
     page = run_page(read_run(run), "", run)
     assert "x=2 z=2 expert=2 ez=2" in page
+    assert "<b>expert = 2</b>" in page
+    assert "exposed over expert" in page

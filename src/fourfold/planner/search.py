@@ -400,10 +400,11 @@ class _Search:
         return shapes_of(self.plan.devices, axes=self.space.axes)
 
     def _folds(self, shape: Shape) -> Iterator[Shape]:
-        """Yield folds of a grid for a mixture of experts: tokens are sent inside a node, or to as many ranks as there
-        are experts, or stay, while weights of experts are gathered inside a node. A grid with pipe has the first alone.
+        """Yield folds of a grid for a mixture of experts, with sharded activations alone.
 
-        Their weights are cut over the fewest ranks that leave room for all else, or over all that have the same ones.
+        Tokens are sent inside a node, or to as many ranks as there are experts, or where z is alone to nobody. Weights
+        are cut over the fewest ranks that leave room for all else, or over all that have the same experts. Grids with
+        pipe have the first of these folds alone.
         """
         config, node = self.task.config, self.task.machine.devices_per_node
         ranks = shape.x * shape.z * shape.data
@@ -411,7 +412,8 @@ class _Search:
             return
         sizes = [size for size in range(2, ranks + 1) if ranks % size == 0 and config.experts % size == 0]
         near = max((size for size in sizes if size <= node), default=1)
-        wanted = dict.fromkeys([near] if shape.pipe > 1 else [near, max(sizes, default=1), 1])
+        every = shape.pipe == 1
+        wanted = dict.fromkeys([near, max(sizes, default=1), *([1] if shape.z == ranks else [])] if every else [near])
         of_experts = 3 * config.layers * config.experts * config.hidden * config.expert_hidden // shape.pipe
         state = 2 * of_experts * self.task.parameters.itemsize  # weights and gradients
         found = {}
@@ -420,7 +422,7 @@ class _Search:
             cuts = [size for size in range(1, left + 1) if left % size == 0]
             fits = (size for size in cuts if state / (expert * size) <= ROOM_FOR_EXPERTS * self.limit)
             least = next(fits, left)
-            found |= dict.fromkeys([(expert, least)] if shape.pipe > 1 else [(expert, least), (expert, left)])
+            found |= dict.fromkeys([(expert, least), (expert, left)] if every else [(expert, least)])
         for expert, ez in found:
             fold = shape.with_fold(expert=expert, ez=ez)
             if fold.folded and (expert > 1 or ez < shape.z):
@@ -723,7 +725,7 @@ class _Search:
         """Return one policy for each activation mode where the two differ; levers are added to it."""
         if self.space.policies is not None:
             return self.space.policies
-        both = shape.x * shape.y > 1 and (shape.pipe == 1 or shape.world < MANY_DEVICES)
+        both = shape.x * shape.y > 1 and (shape.pipe == 1 or shape.world < MANY_DEVICES) and not shape.folded
         modes: tuple[Activations, ...] = ("sharded", "replicated") if both else ("sharded",)
         compiles = self.task.machine.device != "cpu"  # as `fourfold train` does
         base = Policy(compute_dtype=self.task.compute, shard_optimizer=True, even_tokens=True, compile=compiles)

@@ -30,6 +30,11 @@ CUTS = dict.fromkeys(MESSAGE_AXES, "") | {
     "z": "rows of the batch; storage of the weights",
     "data": "rows of the batch; whole replicas",
     "pipe": "layers, into stages",
+    "context": "sequences, between neighbours along z and data",
+    "expert": "experts, to which tokens are sent",
+    "ex": "hidden units of each expert",
+    "ez": "storage of the weights of experts",
+    "edata": "replicas of experts",
 }
 """The dims that each axis cuts, in a few words; empty for an axis that has no description yet."""
 

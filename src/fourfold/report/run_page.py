@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
-from fourfold.axes import AXES, CONTEXT
+from fourfold.axes import AXES, CONTEXT, MESSAGE_AXES
 from fourfold.report import page
 from fourfold.report.page import Figure, card, colour, hint, plot_axis, plot_layout, section, table
 from fourfold.report.run_data import (
@@ -580,7 +580,7 @@ def _marks(name: str, x: list[int], y: list[float], symbol: str, size: int = 9, 
 
 def predicted_axes(run: RunData) -> list[str]:
     """Return the axes that the planner predicted exposed time for."""
-    return [axis for axis in AXES if run.number("predicted", "exposed_seconds", axis) is not None]
+    return [axis for axis in MESSAGE_AXES if run.number("predicted", "exposed_seconds", axis) is not None]
 
 
 Pair = tuple[float | None, float | None]
@@ -918,9 +918,10 @@ def draw_grid(shape: Shape) -> str:
     those before it. Boxes rather than a picture, so that they wrap on a narrow screen. The page's script colours the
     ranks that share an axis with the rank under the pointer.
     """
+    beside = {axis: shape.group_sizes[axis] for axis in shape.message_axes if axis not in AXES}
     axes = "".join(
         f'<li style="--axis:{colour(axis)}"><b>{axis} = {size}</b> <span>{escape(page.CUTS[axis])}</span></li>'
-        for axis, size in shape.sizes.items()
+        for axis, size in {**shape.sizes, **beside}.items()
     )
     about = f'<ul class="axes">{axes}</ul>' + hint(f"Rank order, fastest axis first: {', '.join(shape.order)}.")
     if shape.world > DRAWN_RANKS:
@@ -950,7 +951,8 @@ def draw_grid(shape: Shape) -> str:
 
 def _rank(shape: Shape, coords: Mapping[str, int]) -> str:
     rank = shape.rank(coords)
-    title = f"rank {rank}: {', '.join(f'{axis}={coords[axis]}' for axis in AXES)}"
+    places = {**coords, **(shape.fold_coords(rank) if shape.folded else {})}
+    title = f"rank {rank}: {', '.join(f'{axis}={place}' for axis, place in places.items())}"
     everywhere = " ".join(str(coords[axis]) for axis in AXES)
     inside = " ".join(f"{axis}{coords[axis]}" for axis in AXES[:2])
     return (
