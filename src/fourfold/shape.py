@@ -114,6 +114,11 @@ class Shape:
         """The size of everything that may cut a tensor, in both ways to number the ranks."""
         return {**self.sizes, **{axis: getattr(self, axis) for axis in FOLDED}}
 
+    @cached_property
+    def group_sizes(self) -> dict[str, int]:
+        """The number of ranks of a group along everything that messages go along."""
+        return {**self.named, **self.cuts}
+
     @property
     def fold_sizes(self) -> dict[str, int]:
         """The sizes of the fold, if the grid is folded."""

@@ -202,6 +202,7 @@ MIXTRAL = ff.models.config(
 )
 MANY_EXPERTS = ff.models.config("qwen3-30b-a3b", layers=3, hidden=1024, experts=64, vocab=8192)
 WITH_MLP = replace(MIXTRAL, shared_hidden=1024, dense_layers=1, aux=0.0)
+BEFORE = replace(MIXTRAL, shared_hidden=1024, moe_reads="previous", aux=0.0)
 CASES += [
     # mixtures of experts
     Case(MIXTRAL, Shape(), bf16(), 4, 1024),
@@ -218,6 +219,16 @@ CASES += [
     Case(MANY_EXPERTS, Shape(z=4), bf16(loss_chunk=1024, recompute="block"), 8, 1024),
     Case(WITH_MLP, Shape(x=2, y=2), bf16(), 8, 1024),
     Case(WITH_MLP, Shape(z=4), bf16(), 1, 256),
+    Case(BEFORE, Shape(x=2, z=2), bf16(), 8, 1024),
+    # folded grids
+    Case(MIXTRAL, Shape(z=4, expert=4), bf16(), 8, 1024),
+    Case(MIXTRAL, Shape(z=4, expert=2, ez=2), bf16(recompute="block"), 8, 1024),
+    Case(MIXTRAL, Shape(x=2, z=2, expert=2, ex=2), bf16(), 8, 1024),
+    Case(MIXTRAL, Shape(z=2, data=2, expert=2), bf16(shard_optimizer=True), 2, 512),
+    Case(MANY_EXPERTS, Shape(z=8, expert=4, ez=2), bf16(keep_weights=True), 8, 1024),
+    Case(MANY_EXPERTS, Shape(x=2, y=2, z=2, expert=4), bf16(), 8, 1024),
+    Case(WITH_MLP, Shape(x=2, y=2, z=2, expert=4), bf16(activations="replicated"), 8, 1024),
+    Case(BEFORE, Shape(z=4, expert=4), bf16(), 8, 1024),
 ]
 
 

@@ -37,7 +37,25 @@ MIXTURES = {
     "moe with an MLP": ff.models.config(
         "moe-tiny", layers=3, shared_hidden=96, dense_layers=1, score="sigmoid", aux=0.0
     ),
+    "moe with capacity": ff.models.config("moe-tiny", layers=2, capacity=1.25, bias_rate=0.001, aux=0.0),
+    "moe that reads before": ff.models.config(
+        "moe-tiny", layers=3, shared_hidden=96, moe_reads="previous", z_loss=0.001
+    ),
 }
+FOLDS = [
+    Shape(z=4, expert=4),
+    Shape(z=4, expert=2, ez=2),
+    Shape(z=4, ez=4),
+    Shape(z=2, data=2, expert=2),
+    Shape(x=2, z=2, expert=2, ez=2),
+    Shape(x=2, z=2, expert=2, ex=2),
+    Shape(x=2, y=2, z=2, expert=4),
+    Shape(y=2, z=2, data=2, ex=2, expert=2),
+    Shape(z=3, data=2, expert=3, ez=2),
+    Shape(x=3, data=2, expert=3, ex=2),
+    Shape(z=4, expert=2, context=2),
+    Shape(x=2, z=2, data=2, expert=4, context=4),
+]
 SHAPES = [
     Shape(),
     Shape(x=2, z=2),
@@ -150,6 +168,36 @@ def mixture_cases() -> list[tuple[str, Shape, Policy, int]]:
     return found
 
 
+def fold_cases() -> list[tuple[str, Shape, Policy, int]]:
+    """The same for mixtures on folded grids, and on grids with a context size."""
+    draw = random.Random(8)
+    shapes = [*FOLDS, Shape(z=2, context=2), Shape(x=2, z=2, context=2)]
+    modes = list(product(MIXTURES, shapes, ("sharded", "replicated"), ("none", "attention", "block"), (1, 2)))
+    draw.shuffle(modes)
+    found = []
+    for name, shape, activations, recompute, halves in modes:
+        policy = Policy(
+            activations=activations,
+            recompute=recompute,
+            keep_gathered=draw.random() < 0.5,
+            keep_weights=draw.random() < 0.3,
+            keep_casts=draw.random() < 0.3,
+            loss_chunk=draw.choice([0, 0, 7]),
+            shard_optimizer=draw.random() < 0.5,
+            compute_dtype=draw.choice([None, torch.bfloat16]),
+            bucket_bytes=draw.choice([4000, 25 << 20]),
+            overlap=Overlap(
+                halves=halves,
+                wgrad_behind_messages=draw.random() < 0.8,
+                bytes_in_flight=draw.choice([None, 20000]),
+                joint_bytes=draw.choice([16 << 20, 3000, 0]),
+            ),
+        )
+        if MIXTURES[name].misfit(shape, policy) is None:
+            found.append((name, shape, policy, draw.choice([1, 1, 2, 3])))
+    return found
+
+
 def order(work: list[Work]) -> list[tuple[str, object]]:
     """Launches, waits and the sizes of products."""
     records = {item.flight: item.record for item in work if isinstance(item, LaunchOp)}
@@ -184,7 +232,9 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    "case", [*cases()[:CASES], *context_cases()[:3], *mixture_cases()[:5]], ids=lambda case: f"{case[0]} {case[1]}"
+    "case",
+    [*cases()[:CASES], *context_cases()[:3], *mixture_cases()[:4], *fold_cases()[:3]],
+    ids=lambda case: f"{case[0]} {case[1]}",
 )
 def test_program_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, int]) -> None:
     alone(compare, *case)

@@ -50,7 +50,8 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "model.norm": ("rms", "rmss", '"layer", "rms"'),
     "model.mlp": ("gelu", "swigloo", '"gelu", "swiglu"'),
     "model.positions": ("rope", "ropes", '"learned", "rope"'),
-    "grid.context": (1, 1.5, WHOLE),
+    **{f"grid.{name}": (1, 1.5, WHOLE) for name in ("context", "expert", "ex", "ez")},
+    "policy.pad_experts": (True, 1, FLAG),
     "policy.assignment": ("rows", "row", '"auto", "rows", "documents"'),
     "policy.context_way": ("ring", 2, TEXT),
     "model.rope_theta": (5e5, "5e5", NUMBER),
@@ -437,11 +438,11 @@ def random_value(draw: random.Random, key: str) -> Any:
 def random_config(draw: random.Random) -> TrainConfig:
     table: dict[str, Any] = {}
     for key in KEYS:
+        # others must fit them, or they known names
         fitting = (
-            "batch.micro_steps",
-            "optimizer.name",
-            "pipeline.schedule",
-        )  # others must fit them, or they known names
+            *("batch.micro_steps", "optimizer.name", "pipeline.schedule"),
+            *("grid.context", "grid.expert", "grid.ex", "grid.ez"),
+        )
         alone = key.startswith("data.sources") or key in fitting
         if draw.random() < 0.5 and not alone:
             section, _, name = key.partition(".")

@@ -430,6 +430,7 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     )
     option(failures, "--storage", storage, number, "GB/S")
     shown = command.add_argument_group("the answer")
+    option(shown, "--grid", "plan this grid alone, such as z=8,data=8 or z=64,expert=8,ez=8", grid, "GRID")
     risk = "robust: the grid that loses least if the machine is not as its file says; fastest: the fastest by the file"
     option(shown, "--risk", risk, choices=("robust", "fastest"), default="robust")
     option(shown, "--top", "number of grids to show", whole, default=8)

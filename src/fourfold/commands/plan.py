@@ -156,6 +156,8 @@ def check(options: argparse.Namespace) -> None:
     if isinstance(options.devices, list):
         check_numbers(options)
     failure_rates(options)
+    if options.grid and options.why is not None:
+        raise ValueError("--grid prices one grid, and --why compares a grid with the best one; leave out one of them")
     if options.price is not None and not 0 < options.price < inf:
         raise ValueError(f"--price {options.price:g}: it must be above 0")
     if options.price is not None and options.tokens is None:
@@ -169,7 +171,7 @@ def check(options: argparse.Namespace) -> None:
 
 def check_numbers(options: argparse.Namespace) -> None:
     """Raise if several numbers of devices are asked for, and something that shows one plan."""
-    for name in ("why", "config", "html", "trace"):
+    for name in ("grid", "why", "config", "html", "trace"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} shows one plan; give one number of --devices, not several")
 
@@ -177,7 +179,8 @@ def check_numbers(options: argparse.Namespace) -> None:
 def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> GridPlan:
     """Plan a reference model."""
     task = task_of(options, config, machine, options.devices)
-    return search(task, options.devices, space=Space(axes=AXES), top=options.top, risk=options.risk)
+    shapes = (Shape(**options.grid),) if options.grid else None
+    return search(task, options.devices, space=Space(shapes, axes=AXES), top=options.top, risk=options.risk)
 
 
 def task_of(options: argparse.Namespace, config: ModelConfig, machine: Machine, devices: int) -> Task:
@@ -198,6 +201,8 @@ def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machi
         raise ValueError(
             f"--model {options.model} has no sequence length and batch of its own; give --seq and --batch-tokens"
         )
+    if options.grid:
+        raise ValueError(f"--model {options.model}: your own module is planned on all grids; leave out --grid")
     if options.config is not None:
         raise ValueError(
             f"--config: fourfold train cannot train the module {options.model}; write your own training loop"

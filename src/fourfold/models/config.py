@@ -207,6 +207,11 @@ class ModelConfig:
             self.z_loss,
         )
 
+    @property
+    def reads_previous(self) -> bool:
+        """Whether routers and experts read the stream before attention."""
+        return self.moe_reads == "previous"
+
     def is_mixture(self, layer: int) -> bool:
         """Return whether a block has a mixture of experts in place of an MLP."""
         return self.experts > 0 and layer >= self.dense_layers

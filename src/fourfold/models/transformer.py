@@ -123,7 +123,7 @@ class TransformerBlock(Layer):
         self.attention_dropout = Dropout(grid, policy, config.dropout)
         self.mlp_norm = _norm(config, grid, policy)
         self.mlp: MLP | MoE
-        self.reads_previous = mixture and config.moe_reads == "previous"
+        self.reads_previous = mixture and config.reads_previous
         """Whether router and experts read the stream before attention."""
         if mixture:
             if policy.mlp_chunk:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from fourfold.axes import AXES, CONTEXT, CUTS, MESSAGE_AXES, PIPE
+from fourfold.axes import AXES, CONTEXT, CUTS, FOLD_SIZES, MESSAGE_AXES, PIPE, REPLICAS
 from fourfold.models.config import ModelConfig
 from fourfold.planner.machine import Machine, route_of
 from fourfold.planner.memory import REHEARSED_LAYERS
@@ -57,7 +57,7 @@ NEVER_HIDDEN = 0.02
 
 ONE = -1
 """Stands for the size of what is always one."""
-SENT_ALONG = (*CUTS, CONTEXT)
+SENT_ALONG = (*CUTS, CONTEXT, *FOLD_SIZES)
 """What the messages of a stage go along."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """The kinds of recompute; the later in this list, the less memory a step needs."""
@@ -129,6 +129,8 @@ class ProgramWork:
     def __init__(self, program: Program, matrix: SizeMatrix) -> None:
         self.products: list[tuple[int, int, int, int, int]] = []
         """Part, m, k, n, and the number of experts that have a product each, or ONE."""
+        self.sent: list[bool] = []
+        """Whether tokens were sent to the experts of each product."""
         self.wgrads: list[bool] = []
         """Whether each product makes dw, which no message waits for."""
         self.attention: list[tuple[int, int, int]] = []
@@ -148,6 +150,7 @@ class ProgramWork:
                     rows = matrix.row_of(item.m), matrix.row_of(item.k), matrix.row_of(item.n)
                     self.products.append((part, *rows, parts))
                     self.wgrads.append(item.is_wgrad)
+                    self.sent.append(item.sent)
                 elif isinstance(item, AttentionOp):
                     self.attention.append((part, matrix.row_of(item.flops), matrix.row_of(item.nbytes)))
                 elif isinstance(item, ElementwiseOp):
@@ -212,7 +215,9 @@ class Cells:
     def _read(self, form: WorkForm, cells: list[int]) -> None:
         found = [self.sizes[index] for index in cells]
         sizes = form.sizes.values_of_many(found)  # [size, cell]
-        ranks = torch.tensor([[one.shape.named[axis] for one in found] for axis in SENT_ALONG], dtype=torch.float64)
+        ranks = torch.tensor(
+            [[one.shape.group_sizes[axis] for one in found] for axis in SENT_ALONG], dtype=torch.float64
+        )
         of_layers = [each[cells] / REHEARSED_LAYERS for each in self.layers]
         for work, times in (*zip(form.layers, of_layers, strict=True), (form.ends, self.ends[cells])):
             if work.messages:
@@ -233,13 +238,14 @@ class Cells:
         prices, dtype = self.task.seconds_on(self.candidates[cells[0]]), self.task.dtype
         whole = sizes.long().tolist()
         known: dict[tuple[Any, ...], list[float]] = {}
-        for (_, *rows, parts), is_wgrad in zip(work.products, work.wgrads, strict=True):
+        for (_, *rows, parts), is_wgrad, sent in zip(work.products, work.wgrads, work.sent, strict=True):
             if (shape := (*rows, parts, is_wgrad and parts != ONE)) not in known:
                 experts = [1] * len(cells) if parts == ONE else whole[parts]
                 shapes = zip(*(whole[row] for row in rows), experts, strict=True)
                 # most products have the shape of another one, and pricing them is not vectorised
                 known[shape] = [
-                    prices.products(m, k, n, dtype, parts=number, is_wgrad=is_wgrad) for m, k, n, number in shapes
+                    prices.products(m, k, n, dtype, parts=number, is_wgrad=is_wgrad, sent=sent)
+                    for m, k, n, number in shapes
                 ]
         seconds = [
             known[*rows, parts, is_wgrad and parts != ONE]
@@ -269,10 +275,15 @@ class Cells:
         """Add the work of a step that is done once: summing gradients over data, and the optimizer step."""
         prices = self.task.seconds_on(self.candidates[0])
         shards = torch.tensor([sizes.parameter_nbytes for sizes in self.sizes], dtype=torch.float64)
-        data = torch.tensor([sizes.shape.data for sizes in self.sizes], dtype=torch.float64)
-        own = [1 / sizes.shape.data if sizes.policy.shard_optimizer else 1.0 for sizes in self.sizes]
+        experts = [one.expert_shard(one.held.layers) * one.dtype.itemsize for one in self.sizes]
+        of_axis = torch.tensor([experts, experts], dtype=torch.float64)
+        of_axis[0] = shards - of_axis[0]
+        ranks = [[sizes.shape.cuts[axis] for sizes in self.sizes] for axis in REPLICAS]
+        replicas = torch.tensor(ranks, dtype=torch.float64)
+        own = [sizes.replica_share if sizes.policy.shard_optimizer else 1.0 for sizes in self.sizes]
         # an all-reduce, or a reduce-scatter and the gather of a sharded optimizer: both send every byte twice
-        self.step_nbytes = 2 * shards * (data - 1) / data
+        self.step_nbytes = 2 * of_axis * (replicas - 1) / replicas
+        """Bytes that a rank sends over each axis of replicas: [axis, cell]."""
         self.optimizer = prices.kernel(8 * shards * torch.tensor(own, dtype=torch.float64))
 
 
@@ -284,20 +295,21 @@ class Estimates:
         shapes: dict[tuple[int, ...], int] = {}
         places = [shapes.setdefault(tuple(one.shape.named.values()), len(shapes)) for one in cells.candidates]
         links = _Links(machine)
-        routes = [[links.of_axes(sizes, order, context) for order in orders] for *sizes, context in shapes]
+        routes = [[links.of_axes(named, order) for order in orders] for named in shapes]
         table = torch.tensor(routes, dtype=torch.float64)[places]  # [cell, order, axis, 4]
         *along_pipe, _ = table[:, :, AXES.index(PIPE)].unbind(-1)
         along = [MESSAGE_AXES.index(axis) for axis in SENT_ALONG]
         latency, tree, bandwidth, self.crosses = table[:, :, along].unbind(-1)
         rings, sums, nbytes = (each[:, :, None] for each in (cells.rings, cells.sums, cells.nbytes))
+        over_replicas = table[:, :, [MESSAGE_AXES.index(axis) for axis in REPLICAS]]  # [cell, order, axis, 4]
         self.link = (
             rings * (machine.launch + latency[:, None])
             + sums * (machine.launch + tree[:, None])
             + nbytes / bandwidth[:, None]
         )  # [cell, part, order, axis]
-        data = CUTS.index("data")
-        several = torch.tensor([one.shape.data > 1 for one in cells.candidates], dtype=torch.float64)[:, None]
-        self.data = several * (machine.launch + tree[..., data]) + cells.step_nbytes[:, None] / bandwidth[..., data]
+        sent = cells.step_nbytes.T[:, None]  # [cell, 1, axis]
+        _, tree, bandwidth, _ = over_replicas.unbind(-1)
+        self.data = ((sent > 0) * (machine.launch + tree) + sent / bandwidth).sum(-1)
         self.compute, self.chain, self.optimizer = cells.compute, cells.chain, cells.optimizer
         # on the CPU the host's time is part of what it computes
         late = [machine.host_in(task.host_mode(one.policy, one.shape)).item for one in cells.candidates]
@@ -339,8 +351,8 @@ class Estimates:
     def _phase(self, parts: list[int]) -> Tensor:
         """Return the seconds of one pass that consists of these parts: [cell, order]."""
         link, compute, chain = self.link[:, parts].sum(1), self.compute[:, parts].sum(1), self.chain[:, parts].sum(1)
-        beside = link[..., [CUTS.index("x"), CUTS.index("y")]].sum(-1)
-        gathers = link[..., CUTS.index("z")] + link[..., SENT_ALONG.index(CONTEXT)]
+        beside = link[..., [SENT_ALONG.index(axis) for axis in ("x", "y", "expert", "ex")]].sum(-1)
+        gathers = link[..., [SENT_ALONG.index(axis) for axis in ("z", "ez", CONTEXT)]].sum(-1)
         cards = (link * self.crosses).sum(-1)  # axes that cross nodes share the network cards
         inside = link * (1 - self.crosses)
         alone = inside.amax(-1)  # axes inside a node share links as far as the machine says
@@ -382,8 +394,10 @@ class _Links:
         self.machine = machine
         self._known: dict[tuple[int, int, int], LinkNumbers] = {}
 
-    def of_axes(self, sizes: Sequence[int], order: Sequence[str], context: int = 1) -> list[LinkNumbers]:
-        """Return the link of each axis of a grid whose ranks walk the axes in this order, and that of its context."""
+    def of_axes(self, named: Sequence[int], order: Sequence[str]) -> list[LinkNumbers]:
+        """Return the link of everything that messages go along, on a grid with these sizes (the values of
+        `Shape.named`) whose ranks walk the axes in this order."""
+        sizes, (context, *fold) = named[: len(AXES)], named[len(AXES) :]
         world, stride = prod(sizes), 1
         found = [NO_LINK] * len(MESSAGE_AXES)
         for axis in order if PIPE in order else (*order, PIPE):
@@ -391,11 +405,14 @@ class _Links:
             if (size := sizes[place]) > 1:
                 found[place] = self._link(stride, size, world)
                 stride *= size
-        if context > 1:
-            parts = Shape(*sizes, order=order, context=context).strides(CONTEXT)
-            every = [self._link(*part, world) for part in parts]
-            latency, tree, bandwidth, crosses = zip(*every, strict=True)
-            found[-1] = sum(latency), sum(tree), min(bandwidth), max(crosses)
+        if context > 1 or max(fold) > 1:
+            shape = Shape(*sizes, order=order, context=context).with_fold(*fold)
+            for axis in shape.message_axes:
+                if axis not in AXES:
+                    every = [self._link(*part, world) for part in shape.strides(axis)]
+                    latency, tree, bandwidth, crosses = zip(*every, strict=True)
+                    place = MESSAGE_AXES.index(axis)
+                    found[place] = sum(latency), sum(tree), min(bandwidth), max(crosses)
         return found
 
     def _link(self, stride: int, size: int, world: int) -> LinkNumbers:

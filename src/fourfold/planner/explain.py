@@ -306,9 +306,9 @@ def _bubble_of(found: Price) -> str:
 def _link_reason(loser: Price, winner: Price, axis: str) -> str:
     if axis == PIPE:
         return f"{_bubble_of(loser)}; the best grid has {_bubble_of(winner)}"
-    if loser.candidate.shape.named[axis] == 1:
+    if loser.candidate.shape.group_sizes[axis] == 1:
         return f"{_link(winner, axis)} in the best grid, which alone uses {axis}"
-    if winner.candidate.shape.named[axis] == 1:
+    if winner.candidate.shape.group_sizes[axis] == 1:
         return f"{_link(loser, axis)}; the best grid does not use {axis}"
     return f"{_link(loser, axis)}; the best grid's {_link(winner, axis)}"
 
@@ -317,7 +317,7 @@ def _link(found: Price, axis: str) -> str:
     """Describe an axis as `z=8 crosses nodes at 20 GB/s, 3.1 s on the link`."""
     route = found.task.seconds_on(found.candidate).link(axis)
     where = "crosses nodes" if route.crosses else "stays inside a node"
-    size, seconds = found.candidate.shape.named[axis], found.totals.link.get(axis, 0.0)
+    size, seconds = found.candidate.shape.group_sizes[axis], found.totals.link.get(axis, 0.0)
     return f"{axis}={size} {where} at {route.bandwidth / 1e9:.3g} GB/s, {seconds:.3g} s on the link"
 
 

@@ -8,25 +8,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from fourfold.engine import HalfTurn, Turns
 from fourfold.ledger import Collective
 from fourfold.planner.program import (
     NO_MOVE,
     PRODUCT,
-    AsyncMove,
     BackwardBytes,
     ElementwiseOp,
     MatmulOp,
     MemoryKind,
-    NoMove,
     Rehearsal,
     WeightGroup,
 )
 from fourfold.planner.sizes import LocalSizes
 
-Moving = AsyncMove | NoMove
+
+class Moving(Protocol):
+    """An activation that may be in flight."""
+
+    @property
+    def travels(self) -> bool: ...
+    def land(self) -> None: ...
+
+
 Direction = Literal["gather", "reduce"]
 """The two kinds of operators; each is the conjugate of the other."""
 

@@ -29,6 +29,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from fourfold.axes import FOLDED
 from fourfold.errors import nearest
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
@@ -590,7 +591,8 @@ class Seconds:
 
     `mode` says how the host gives the work to the device, `compiled` whether kernels between products are fused. Axes
     in `routes` have these links, as in a larger grid of which this one is a part. Of the experts of a mixture one has
-    `imbalance` times the mean of their rows, and the others share the rest.
+    `imbalance` times the mean of their rows, and the others share the rest; where tokens are sent to experts, the rank
+    that has that one sets the pace, with `imbalance` times the rows.
     """
 
     def __init__(
@@ -628,7 +630,7 @@ class Seconds:
     def transfer(self, record: Collective) -> TransferCost:
         key = (record.op, record.axis, record.nbytes if record.sent < 0 else record.sent)
         if key not in self._transfers:
-            if record.ranks != self.shape.named[record.axis]:
+            if record.ranks != self.shape.group_sizes[record.axis]:
                 raise ValueError(f"{record} is of {record.ranks} ranks and not of the grid {self.shape}")
             self._transfers[key] = self._transfer(record)
         return self._transfers[key]
@@ -661,22 +663,23 @@ class Seconds:
         """Price a message to every other rank: all ranks of a node share its cards for what leaves the node."""
         machine, between = self.machine, self.machine.between
         fixed = machine.launch - host + self._hop_latency(record.axis)
+        nbytes = record.wire_bytes * (self.imbalance if record.axis in FOLDED else 1.0)
         if not route.crosses or between is None:
-            moving = record.wire_bytes / route.bandwidth / machine.all_to_all
+            moving = nbytes / route.bandwidth / machine.all_to_all
             return TransferCost(host, fixed, moving, record.axis, self._beside(fixed + moving), route.load)
         per_node = machine.devices_per_node
         spreads = [spread_of(*part, self.shape.world, per_node) for part in self.shape.strides(record.axis)]
         near = min(record.ranks, math.prod(spread.members for spread in spreads))
         far = (record.ranks - near) / (record.ranks - 1)
-        moving = far * record.wire_bytes * per_node / between.bandwidth
+        moving = far * nbytes * per_node / between.bandwidth
         if not far:  # the shape is a part of the grid whose route this is
-            moving = record.wire_bytes / route.bandwidth
+            moving = nbytes / route.bandwidth
         moving /= machine.all_to_all
         return TransferCost(host, fixed, moving, CARD, self._beside(fixed + moving))
 
     def _hop_latency(self, axis: str) -> float:
         """Return the seconds of one hop between neighbours along an axis, of which some may be on different nodes."""
-        route, size = self.link(axis), self.shape.named[axis]
+        route, size = self.link(axis), self.shape.group_sizes[axis]
         between = self.machine.between
         return between.latency if route.crosses and between is not None else route.latency / max(1, size - 1)
 
@@ -684,16 +687,21 @@ class Seconds:
         """Return the seconds of the product [m, k] x [k, n]."""
         return with_host(self.machine, _product(self.machine, m, k, n, dtype))
 
-    def products(self, m: int, k: int, n: int, dtype: str, *, parts: int = 1, is_wgrad: bool = False) -> float:
+    def products(
+        self, m: int, k: int, n: int, dtype: str, *, parts: int = 1, is_wgrad: bool = False, sent: bool = False
+    ) -> float:
         """Return the seconds of a product whose m rows, or k rows where it makes dw, are those of several experts.
 
         Each expert has a product of its own, which runs at the speed of products of that size. On a GPU one kernel
-        computes all of them.
+        computes all of them. If tokens were `sent` to these experts, all ranks wait for that of the busiest expert.
         """
+        rows = k if is_wgrad else m
+        if sent:
+            rows = round(self.imbalance * rows)
+            m, k = (m, rows) if is_wgrad else (rows, k)
         if parts == 1:
             return self.product(m, k, n, dtype)
-        rows = k if is_wgrad else m
-        most = min(rows, round(self.imbalance * rows / parts))
+        most = min(rows, round((1.0 if sent else self.imbalance) * rows / parts))
 
         def one(rows: int) -> float:
             sizes = (m, rows, n) if is_wgrad else (rows, k, n)

@@ -24,8 +24,8 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from fourfold.axes import PIPE, REPLICA
-from fourfold.layout import GATHERED
+from fourfold.axes import PIPE
+from fourfold.layout import GATHERED, GATHERED_AXES
 from fourfold.models.config import ModelConfig, unit_of
 from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
 from fourfold.planner.sizes import (
@@ -111,7 +111,7 @@ def peak_memory_of_pipe(
     peak is the largest backward pass of one micro-batch on top of all others. Weights that stay gathered beyond a pass
     are there once, however many micro-batches are under way.
     """
-    if (gathering := sizes.policy.gather_weights) != "use" and sizes.shape.z > 1:
+    if (gathering := sizes.policy.gather_weights) != "use" and sizes.structure.gathers:
         base = replace(sizes, policy=replace(sizes.policy, gather_weights="use", keep_weights=False))
         once = peak_memory_of_pipe(base, schedule, optimizer_bytes_per_parameter=optimizer_bytes_per_parameter)
         gathered = _gathered_by_stage(sizes)
@@ -199,7 +199,8 @@ def _gathered_by_stage(sizes: LocalSizes) -> list[int]:
     """Return the bytes of the weights that products read, gathered over z, for each stage of this rank."""
     layers, stages = sizes.config.layers, sizes.stages
     units = [stages.units(stage) for stage in stages.of_rank(sizes.coords[PIPE])]
-    names = [name for name, spec in sizes.specs.items() if len(spec.shape) > 1]
+    travels = sizes.structure.gathers_over
+    names = [name for name, spec in sizes.specs.items() if len(spec.shape) > 1 and travels((name,))]
     return [
         sum(sizes.elements((name,)) for name in names if unit_of(name, layers) in own) * sizes.item for own in units
     ]
@@ -272,7 +273,7 @@ class LiveBytes:
                     self._add(part)
                 grows = isinstance(item, AllocOp)
                 self._change(item.nbytes, item.kind, 1 if grows else -1)
-            elif isinstance(item, LaunchOp) and item.record.axis == GATHERED and item.record.op != "all_reduce":
+            elif isinstance(item, LaunchOp) and item.record.axis in GATHERED_AXES and item.record.op != "all_reduce":
                 size = cast(Term, item.record.nbytes)
                 if not any(structure.matrices(name.arguments[0]) for name in size.parts if name.arguments):
                     continue  # vectors of norms are too small to count
@@ -356,8 +357,8 @@ def least_nbytes(
     It counts weights, gradients of earlier micro-steps, the optimizer's state, and what the layers keep for backward of
     each of the `passes` that are under way at once.
     """
-    replicas = [one.shape.sizes[REPLICA] if one.policy.shard_optimizer else 1 for one in sizes]
-    tensors = 1 + (micro_steps > 1).double() + MOMENTS / torch.tensor(replicas, dtype=torch.float64)
+    shares = [one.replica_share if one.policy.shard_optimizer else 1.0 for one in sizes]
+    tensors = 1 + (micro_steps > 1).double() + MOMENTS * torch.tensor(shares, dtype=torch.float64)
     kinds: dict[bool, Tensor] = {}  # bytes of a layer of each kind
     for mixture in kinds_of_layers(sizes[0].config) if sizes else ():
         shards = torch.tensor([one.layer_shard(mixture) * one.dtype.itemsize for one in sizes], dtype=torch.float64)
@@ -532,9 +533,10 @@ class MemoryReading:
         self.parameters = elements * item
         self.least_gradients = self.parameters if micro_steps > 1 else 0
         """Bytes of gradients that exist from the first micro-step on."""
-        self.replicas = sizes.shape.sizes[REPLICA] if sizes.policy.shard_optimizer else 1
+        self.share = sizes.replica_share if sizes.policy.shard_optimizer else 1.0
+        """The share of the parameters that this replica steps."""
         each = MOMENTS * item if optimizer_nbytes is None else optimizer_nbytes
-        self.optimizer = ceil(elements / self.replicas * each)
+        self.optimizer = ceil(elements * self.share * each)
         self.head_gradients = sizes.shard_elements((sizes.structure.table,)) * item if self.part.head else 0
         self.casts = elements * sizes.structure.compute_itemsize if sizes.structure.keeps_casts else 0
         """Bytes of cast shards that are kept."""
@@ -598,7 +600,7 @@ class MemoryReading:
         """Find the largest moment of the step."""
         ends, layers, sizes, part = self.ends, self.layers, self.sizes, self.part
         embedding = ends.begin("embedding") if part.embedding else None
-        overlap, travels = sizes.policy.overlap, sizes.structure.gathers_weights
+        overlap, travels = sizes.policy.overlap, sizes.structure.gathers
         self.ahead = self.behind = 0
         """The bytes that may be gathered ahead, and those of reductions that may be in flight."""
         # the bounds follow the largest message, as in the runtime's engine
@@ -617,7 +619,7 @@ class MemoryReading:
             above = dict(gradients=gradients, above=layers, before=self.held)
             found.append(self._largest(ends, embedding, None, first, kept_by=layers, **above, ahead=False))
         # the optimizer step: all gradients, and this replica's rows of them if the optimizer is sharded
-        at_end = self.parameters + (self.parameters // self.replicas if self.replicas > 1 else 0)
+        at_end = self.parameters + (int(self.parameters * self.share) if self.share < 1 else 0)
         return max(*found, _Peak(at_end, ends, gradients=at_end), key=lambda peak: peak.total)
 
     def memory(self) -> Memory:
@@ -682,7 +684,7 @@ class MemoryReading:
         layers next to it are of this `kind`.
         """
         found, sent = (-1, 0, 0, 0), of.moments[begin].after[1]
-        replicas, least = self.replicas, self.least_gradients
+        share, least = self.share, self.least_gradients
         # this many layers reach the bound of bytes in flight; further ones change nothing
         below = min(below, self.ahead // max(1, sum(kind.cycle)) + 1)
         above = min(above, self.behind // max(1, sum(kind.reduced)) + 1)
@@ -696,8 +698,8 @@ class MemoryReading:
                 reducing[reduced] = bytes_in_flight(here, kind.reduced, above, last, self.behind) if self.behind else 0
             in_flight = gathering[gathered] + reducing[reduced]
             complete += gradients
-            if replicas > 1:  # this replica's rows of the sums exist beside whole gradients until backward ends
-                complete += complete // replicas
+            if share < 1:  # this replica's rows of the sums exist beside whole gradients until backward ends
+                complete += int(complete * share)
             if complete < least:  # earlier micro-steps have left gradients of all parameters
                 complete = least
             total = others + complete + in_flight

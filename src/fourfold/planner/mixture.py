@@ -7,42 +7,76 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
+from fourfold.axes import CONTEXT
 from fourfold.engine import Turns
-from fourfold.ledger import Collective
+from fourfold.ledger import Collective, Op
 from fourfold.planner.layers import LayerProgram, Moving, gathered, operator_messages
 from fourfold.planner.program import (
     EXPERTS,
     NO_MOVE,
+    NOTHING_SENT,
     BackwardBytes,
     ElementwiseOp,
     MatmulOp,
     PlannedWait,
+    Records,
     WeightGroup,
 )
 from fourfold.planner.sizes import LocalSizes
 
 
 class MixtureProgram:
-    """A mixture of experts for one half of a batch."""
+    """A mixture of experts for one half of a batch: `route`, then `run`, then `leave`."""
 
     def __init__(self, layers: LayerProgram, prefix: str, half: LocalSizes) -> None:
         self.layers, self.prefix, self.half = layers, prefix, half
         self.host, self.structure = layers.host, layers.structure
+        self.entering: Moving = NO_MOVE
+        """The stream on its way to the place, or its rows on their way to experts on a fold."""
+        self.choosing: Moving = NO_MOVE
+
+    def route(self) -> Turns[None]:
+        """Choose experts, and launch what brings them and tokens together."""
+        self._route()
+        if self.structure.folded:
+            yield from self._send()
+        else:
+            self.entering, self.choosing = self.layers.enter(self.half, self.prefix), self._enter_choice()
 
     def run(self) -> Turns[None]:
         """Run everything up to `leave`."""
+        if self.structure.folded:
+            yield from self._run_on_fold()
+            return
         layers, half, host = self.layers, self.half, self.host
-        self._route()
-        entering, choosing = layers.enter(half, self.prefix), self._enter_choice()
-        if entering.travels:
+        if self.entering.travels:
             yield
-        entering.land()
-        choosing.land()
+        self.entering.land()
+        self.choosing.land()
+        yield from self._count()
         host.compute(ElementwiseOp(f"sort {self.prefix}", half.sorting_nbytes))
         host.allocate(half.pair_index_nbytes, "activations")
         host.on_backward(lambda: host.free(half.pair_index_nbytes, "activations"), reads=False)
         self._expand()
+        yield from self._inside()
+        self._contract()
+        if layers.config.shared_hidden:
+            yield from layers.mlp(f"{self.prefix}.shared", half, again=False, inside="shared")
+            host.compute(ElementwiseOp(f"add {self.prefix}", 3 * half.stream_nbytes))
+
+    def leave(self) -> Moving:
+        """Launch what brings the output to rest."""
+        if not self.structure.folded:
+            return self.layers.leave(self.half, self.prefix)
+        shared = self.layers.config.shared_hidden
+        beside = self.layers.leave(self.half, f"{self.prefix}.shared.down") if shared else NO_MOVE
+        return LeavingExperts(self, self._return(), beside)
+
+    def _inside(self) -> Turns[None]:
+        """Run what lies between the two products."""
+        layers, half = self.layers, self.half
         whole = 2 * half.pairs_nbytes
         spreading = layers.spread(half, self.prefix, nbytes=whole, whole=whole, cut=2 * half.pairs_cut_nbytes)
         yield
@@ -52,10 +86,129 @@ class MixtureProgram:
         if collecting.travels:
             yield
         collecting.land()
-        self._contract()
-        if layers.config.shared_hidden:
-            yield from layers.mlp(f"{self.prefix}.shared", half, again=False, inside="shared")
-            host.compute(ElementwiseOp(f"add {self.prefix}", 3 * half.stream_nbytes))
+
+    def _count(self) -> Turns[None]:
+        """Gather the choices of a context group, if losses or capacity count them by sequence."""
+        routing = self.layers.config.routing
+        if CONTEXT in self.structure.used_axes and (routing.aux or routing.capacity):
+            half, label = self.half, f"choices {self.prefix}"
+            counting = self.host.launch(lambda: half.message("all_gather", CONTEXT, half.choices_nbytes, label))
+            yield
+            counting.wait()
+
+    # --- a fold
+
+    def _send(self) -> Turns[None]:
+        """Send tokens to their experts (`nn.dispatch`)."""
+        half, host, structure, label = self.half, self.host, self.structure, self.prefix
+        if structure.sharded and structure.over_x:
+            gathering = host.launch(lambda: half.message("all_gather", "x", half.gathered_ids_nbytes, label))
+            yield
+            gathering.wait()
+        yield from self._count()
+        if structure.sharded and structure.over_y:  # every rank along y multiplies its own hidden units by p
+            self._back_at_once(lambda: half.message("all_reduce", "y", half.choice_rest_nbytes, label))
+        host.compute(ElementwiseOp(f"sort {label}", half.sorting_nbytes))
+        host.allocate(half.pair_index_nbytes, "activations")
+        host.on_backward(lambda: host.free(half.pair_index_nbytes, "activations"), reads=False)
+        if structure.over_x and not structure.sharded:  # each rank along x sends its part of the tokens
+            self._back_at_once(lambda: half.message("all_gather", "x", half.own_stream_nbytes, label))
+            self._back_at_once(lambda: half.message("all_gather", "x", half.own_scores_nbytes, label))
+        counting = NOTHING_SENT
+        if "expert" in structure.used_axes:
+            sizes = half.counts_nbytes, half.counts_sent_nbytes
+            counting = host.launch(lambda: half.all_to_all(*sizes, label, "expert"))
+        host.compute(ElementwiseOp(f"pack {label}", 4 * half.packed_nbytes))
+        host.on_backward(self._unpack, reads=False)
+        yield  # the other half computes while the counts travel
+        counting.wait()
+        host.communicate(lambda: half.message("all_gather", "ex", half.counts_joined_nbytes, label))
+        host.read_result()  # the numbers of rows
+        self.entering = host.move(
+            "expert",
+            lambda: half.all_to_all(half.dispatch_nbytes, half.dispatch_sent_nbytes, label, "expert"),
+            lambda: half.all_to_all(half.dispatch_nbytes, half.dispatch_back_nbytes, label, "expert"),
+            arrives=half.packed_nbytes, leaves=half.arrived_packed_nbytes,
+        )  # fmt: skip
+
+    def _unpack(self) -> None:
+        """Add up the gradients of the pairs of each token, and take out those of p."""
+        half, host = self.half, self.host
+        host.compute(ElementwiseOp(f"dpack {self.prefix}", 4 * half.packed_nbytes))
+        host.need(half.packed_nbytes)
+        host.allocate(half.rest_nbytes)
+        host.need(half.sent_stream_nbytes)
+        host.free(half.packed_nbytes)
+        if self.layers.config.shared_hidden and not self.layers.config.reads_previous:  # it is added to another one
+            host.free(half.rest_nbytes)
+
+    def _run_on_fold(self) -> Turns[None]:
+        """Run the MLP beside the experts while tokens travel, then the experts of the tokens that arrive."""
+        half, host, label = self.half, self.host, self.prefix
+        if self.layers.config.shared_hidden:
+            yield from self.layers.mlp(f"{label}.shared", half, again=False, inside="shared")
+        yield
+        self.entering.land()
+        over_ex = "ex" in self.structure.used_axes
+
+        def leave_experts() -> None:
+            host.allocate(half.arrived_stream_nbytes)
+            host.free(half.joined_nbytes)
+            host.need(half.arrived_packed_nbytes)
+            host.allocate(half.arrived_packed_nbytes)
+            host.free(half.arrived_stream_nbytes)
+
+        host.on_backward(leave_experts, reads=False)
+        for nbytes in (half.joined_nbytes, half.joined_scores_nbytes) if over_ex else ():
+            self._exchange("all_gather", "reduce_scatter", nbytes)
+        sorting = ElementwiseOp(f"order {label}", 2 * half.joined_nbytes)
+        host.compute(sorting)
+
+        def unsort() -> None:
+            host.compute(sorting)
+            host.need(half.joined_nbytes)
+
+        host.on_backward(unsort, reads=False)
+        made, row = 2 * half.pairs_nbytes, half.joined_nbytes
+        tensors = BackwardBytes(made, row, row)
+        PlannedExperts(self, ("gate", "up"), (half.k, half.expert_n), list, tensors, per_token="neither").run()
+        yield from self._inside()
+        reread = partial(self.layers.reread, half, "y", half.pairs_nbytes, label)
+        again = half.reread_nbytes("pairs_nbytes") if self.structure.cuts_inner else 0
+        tensors = BackwardBytes(row, half.pairs_nbytes, half.kept_pairs_nbytes, again, joins=2 * again)
+        PlannedExperts(self, ("down",), (half.expert_n, half.k), reread, tensors, per_token="neither").run()
+
+    def _return(self) -> Moving:
+        """Send the outputs of experts back to the tokens."""
+        half, host, label = self.half, self.host, self.prefix
+        over_ex = "ex" in self.structure.used_axes
+        sorting = ElementwiseOp(f"order back {label}", 2 * half.joined_nbytes)
+        host.compute(sorting)
+
+        def enter_experts() -> None:
+            host.compute(sorting)
+            host.allocate(half.joined_nbytes)
+            host.free(half.arrived_stream_nbytes)
+            host.need(half.joined_nbytes if over_ex else 0)
+
+        host.on_backward(enter_experts, reads=False)
+        if over_ex:
+            self._exchange("reduce_scatter", "all_gather", half.joined_nbytes)
+        return host.move(
+            "expert",
+            lambda: half.all_to_all(half.combine_nbytes, half.combine_sent_nbytes, label, "expert"),
+            lambda: half.all_to_all(half.combine_nbytes, half.combine_back_nbytes, label, "expert"),
+            arrives=half.arrived_stream_nbytes, leaves=half.sent_stream_nbytes,
+        )  # fmt: skip
+
+    def _exchange(self, there: Op, back: Op, nbytes: int) -> None:
+        """Send a message over ex, which is waited for at once, and one in backward."""
+        self.host.communicate(lambda: self.half.message(there, "ex", nbytes, self.prefix))
+        self._back_at_once(lambda: self.half.message(back, "ex", nbytes, self.prefix))
+
+    def _back_at_once(self, records: Records) -> None:
+        """Send a message in backward that is waited for at once."""
+        self.host.on_backward(lambda: self.host.communicate(records), reads=False)
 
     # --- the router
 
@@ -104,7 +257,7 @@ class MixtureProgram:
         reread = partial(layers.reread, half, "x", half.entered_nbytes, self.prefix)
         made = 2 * half.pairs_nbytes
         tensors = BackwardBytes(made, half.stream_nbytes, half.kept_normed_nbytes, layers.entered_again(half))
-        PlannedExperts(self, ("gate", "up"), (half.k, half.expert_n), reread, tensors, picks=True).run()
+        PlannedExperts(self, ("gate", "up"), (half.k, half.expert_n), reread, tensors, per_token="input").run()
 
     def _contract(self) -> None:
         """Multiply by down, and add up what the experts of a token make (E19)."""
@@ -112,7 +265,7 @@ class MixtureProgram:
         reread = partial(layers.reread, half, "y", half.pairs_nbytes, self.prefix)
         again = half.reread_nbytes("pairs_nbytes") if self.structure.cuts_inner else 0
         tensors = BackwardBytes(gathered(half), half.pairs_nbytes, half.kept_pairs_nbytes, again, joins=2 * again)
-        PlannedExperts(self, ("down",), (half.expert_n, half.k), reread, tensors, picks=False).run()
+        PlannedExperts(self, ("down",), (half.expert_n, half.k), reread, tensors, per_token="output").run()
 
     def _activate(self) -> None:
         """Compute silu(gate) up p."""
@@ -132,6 +285,33 @@ class MixtureProgram:
         host.on_backward(backward)
 
 
+class LeavingExperts:
+    """The outputs of experts on a fold on their way back to the tokens, and the output of the MLP beside them."""
+
+    travels = True
+
+    def __init__(self, mixture: MixtureProgram, rows: Moving, shared: Moving) -> None:
+        self.mixture, self.rows, self.shared = mixture, rows, shared
+
+    def land(self) -> None:
+        mixture, rows, shared = self.mixture, self.rows, self.shared
+        host, half, structure, label = mixture.host, mixture.half, mixture.structure, mixture.prefix
+        rows.land()
+        combining = ElementwiseOp(f"combine {label}", 3 * half.sent_stream_nbytes)
+        host.compute(combining)
+
+        def pick() -> None:
+            host.compute(combining)
+            host.allocate(half.sent_stream_nbytes)
+
+        host.on_backward(pick, reads=False)
+        if structure.over_x and not structure.sharded:
+            host.communicate(lambda: half.message("all_gather", "x", half.own_stream_nbytes, label))
+        if mixture.layers.config.shared_hidden:
+            shared.land()
+            host.compute(ElementwiseOp(f"add {label}", 3 * half.rest_nbytes))
+
+
 class PlannedExperts:
     """A product of all pairs with the weights of their experts (`nn.moe.ExpertProduct`)."""
 
@@ -143,14 +323,15 @@ class PlannedExperts:
         reread: Callable[[], list[Collective]],
         tensors: BackwardBytes,
         *,
-        picks: bool,
+        per_token: Literal["input", "output", "neither"],
     ) -> None:
         """`sizes` are features of the input, and of the output of each weight.
 
-        `picks`: whether the input has tokens, of which each pair picks one; otherwise the output has.
+        `per_token`: which side has tokens. Each pair picks one of the input, and is added to one of the output.
         """
         self.host, self.half, self.label = mixture.host, mixture.half, mixture.prefix
-        self.names, self.reread, self.tensors, self.picks = names, reread, tensors, picks
+        self.names, self.reread, self.tensors = names, reread, tensors
+        self.picks, self.adds = per_token == "input", per_token == "output"
         self.k, self.n = sizes
         self.kept = mixture.structure.keeps_weights
         """Whether the weights stay gathered until backward."""
@@ -169,13 +350,15 @@ class PlannedExperts:
             if self.picks:
                 host.compute(self.picked)
             self._multiply("E1", self.half.pairs, self.k, self.n)
-            host.need(rows + (2 * self.tensors.dout if self.picks else rows))
-            if not self.picks:
+            if self.picks or self.adds:
+                host.need(rows + (2 * self.tensors.dout if self.picks else rows))
+            if self.adds:
                 host.compute(self.combined)
         host.on_backward(self._run_backward)
 
     def _multiply(self, equation: str, m: int, k: int, n: int) -> None:
-        product = MatmulOp(f"{equation} {self.label}", m, k, n, equation == "E3", self.half.expert_parts)
+        parts, sent = self.half.expert_parts, self.host.structure.folded
+        product = MatmulOp(f"{equation} {self.label}", m, k, n, equation == "E3", parts, sent)
         for _ in self.names:
             self.host.compute(product)
 
@@ -205,11 +388,14 @@ class PlannedExperts:
 
     def _multiply_back(self) -> None:
         host, rows = self.host, self.half.pair_stream_nbytes
-        if not self.picks:
+        if self.adds:
             host.compute(self.picked)
         host.allocate(self.tensors.da)
         self._multiply("E2", self.half.pairs, self.n, self.k)
-        host.need(3 * rows if self.picks else rows)
+        if self.picks or self.adds:
+            host.need(3 * rows if self.picks else rows)
+        else:  # several weights add up their parts, each of a copy of its columns
+            host.need(self.tensors.da + self.half.pairs_nbytes if len(self.names) > 1 else 0)
         if self.picks:
             host.compute(self.combined)
 
@@ -217,8 +403,10 @@ class PlannedExperts:
         host, rows = self.host, self.half.pair_stream_nbytes
         (reading or self._read()).wait()
         host.need(self.tensors.joins)
-        host.allocate(rows)
-        host.compute(self.picked)  # rows of the input, or of the gradient of the output
+        copied = rows if self.picks or self.adds else self.half.pairs_nbytes if len(self.names) > 1 else 0
+        host.allocate(copied)
+        if self.picks or self.adds:
+            host.compute(self.picked)  # rows of the input, or of the gradient of the output
         self._multiply("E3", self.n, self.half.pairs, self.k)
         structure = host.structure
         widens = (
@@ -228,7 +416,7 @@ class PlannedExperts:
         host.allocate(made, "weights")
         host.add_gradients("experts", self.weights, self.turn.of, in_place=False)
         host.free(made, "weights")
-        host.free(rows)
+        host.free(copied)
         host.free(self.tensors.reread)
         host.free(self.tensors.dout)
         host.free(self.tensors.kept, "activations")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from fourfold.axes import AXES, PIPE, REPLICA, WAITED_FOR
+from fourfold.axes import AXES, PIPE, REPLICA, REPLICAS, WAITED_FOR
 from fourfold.context.assign import plan_context
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
@@ -333,13 +333,13 @@ def simulate_model(
 
 
 def without_replica_traffic(micro_step: Totals) -> Totals:
-    """Return a micro-step without its traffic over data.
+    """Return a micro-step without its traffic over replicas.
 
     Only the first micro-step waits for parameters from other replicas, only the last one sums gradients over them.
     """
-    exposed = {axis: seconds for axis, seconds in micro_step.exposed.items() if axis != REPLICA}
-    link = {axis: seconds for axis, seconds in micro_step.link.items() if axis != REPLICA}
-    seconds = micro_step.seconds - micro_step.exposed.get(REPLICA, 0.0)
+    exposed = {axis: seconds for axis, seconds in micro_step.exposed.items() if axis not in REPLICAS}
+    link = {axis: seconds for axis, seconds in micro_step.link.items() if axis not in REPLICAS}
+    seconds = micro_step.seconds - sum(micro_step.exposed.get(axis, 0.0) for axis in REPLICAS)
     return replace(micro_step, seconds=seconds, link=link, exposed=exposed)
 
 
@@ -412,10 +412,11 @@ def unit_totals(task: Task, candidate: Candidate, recompute: Recompute, *, split
     in these alone share their units if the other axes have the same links.
     """
     prices, shape = task.seconds_on(candidate), candidate.shape
-    outside = (PIPE,) if shape.context > 1 else (PIPE, REPLICA)  # a context group may go along data
+    # a context group and a fold may go along data
+    outside = (PIPE,) if shape.context > 1 or shape.folded else (PIPE, *REPLICAS)
     sizes = [shape.sizes[axis] if axis not in outside else 1 for axis in AXES]
     links = tuple((axis, prices.link(axis)) for axis in shape.message_axes if axis not in outside)
-    alone = replace(candidate, shape=Shape(*sizes, context=shape.context))
+    alone = replace(candidate, shape=Shape(*sizes, context=shape.context).with_fold(*shape.fold))
     return _unit_totals(task, alone, links, recompute, split)
 
 
@@ -676,16 +677,20 @@ class StageCosts:
         record = Collective("send", PIPE, self.stream_nbytes, self.candidate.shape.pipe, "stream")
         return self.prices.collective(record)
 
-    def _over_replicas(self, op: Op, nbytes: int) -> float:
-        replicas = self.candidate.shape.sizes[REPLICA]
-        return self.prices.collective(Collective(op, REPLICA, nbytes, replicas, "")) if replicas > 1 else 0.0
+    def _over_replicas(self, op: Op, nbytes: int, axis: str = REPLICA) -> float:
+        replicas = self.candidate.shape.cuts[axis]
+        return self.prices.collective(Collective(op, axis, nbytes, replicas, "")) if replicas > 1 and nbytes else 0.0
+
+    def _of_stages(self, op: Op, own: Sequence[int]) -> float:
+        """Return the seconds in which gradients or parameters of some stages travel between replicas."""
+        nbytes, experts = self._parameter_nbytes(own), self._expert_nbytes(own)
+        return self._over_replicas(op, nbytes - experts) + self._over_replicas(op, experts, REPLICAS[1])
 
     def over_replicas_of(self, rank: int) -> float:
         """Return the seconds in which a pipe rank's gradients and parameters travel between replicas in a step."""
-        nbytes = self._parameter_nbytes(self.stages.of_rank(rank))
         shards = self.candidate.policy.shard_optimizer
         ops: tuple[Op, ...] = ("reduce_scatter", "all_gather") if shards else ("all_reduce",)
-        return sum(self._over_replicas(op, nbytes) for op in ops)
+        return sum(self._of_stages(op, self.stages.of_rank(rank)) for op in ops)
 
     def late_sums(self, played: Played) -> float:
         """Return for how much longer a step takes because its gradients are summed over replicas.
@@ -703,7 +708,7 @@ class StageCosts:
         op: Op = "reduce_scatter" if policy.shard_optimizer else "all_reduce"
         # nothing runs behind the last bucket, which is the table where the stage has it
         left = self._table_nbytes if self.stages.has_embedding(stage) else min(nbytes, policy.bucket_bytes)
-        whole, last = (self._over_replicas(op, each) for each in (nbytes, left))
+        whole, last = self._of_stages(op, (stage,)), self._over_replicas(op, left)
         if not policy.overlap.reduce_early:
             return whole
         backward = sum(self.stage(kind, stage).seconds for kind in self.kinds[1:])
@@ -734,11 +739,11 @@ class StageCosts:
 
         With several micro-batches a rank begins when it has all of them: the count of targets queues behind them.
         """
-        if not self.candidate.policy.shard_optimizer or self.candidate.shape.sizes[REPLICA] == 1:
+        if not self.candidate.policy.shard_optimizer or all(self.candidate.shape.cuts[axis] == 1 for axis in REPLICAS):
             return 0.0
         late = [0.0]
         for rank, (starts, ends) in enumerate(zip(played.starts, played.ends, strict=True)):
-            gathered = self._over_replicas("all_gather", self._parameter_nbytes(self.stages.of_rank(rank)))
+            gathered = self._of_stages("all_gather", self.stages.of_rank(rank))
             late.append(gathered - (starts if self.candidate.micro_steps > 1 else ends)[0])
         return max(late)
 
@@ -748,6 +753,11 @@ class StageCosts:
         layers = [index for part in parts for index in part.layers]
         embedding, head = (any(getattr(part, end) for part in parts) for end in ("embedding", "head"))
         return self.sizes.units_nbytes(layers, embedding=embedding, head=head)
+
+    def _expert_nbytes(self, own: Sequence[int]) -> int:
+        """Return how many of these bytes are those of experts on a fold, which have replicas of their own."""
+        layers = [index for stage in own for index in self.stages.layers_of(stage)]
+        return self.sizes.expert_shard(layers) * self.sizes.dtype.itemsize
 
     def optimizer(self) -> Totals:
         """Return what the norm of the gradients and the optimizer take on the rank that has most parameters."""

@@ -24,10 +24,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from fourfold.axes import PIPE, REPLICA
+from fourfold.axes import PIPE, REPLICAS
 from fourfold.engine import BACKWARD, Awaited, Engine
 from fourfold.gradients import Bucket
-from fourfold.layout import GATHERED
 from fourfold.ledger import Collective, Op, joint_label
 from fourfold.planner.sizes import LocalSizes, part
 from fourfold.schedule.action import Action
@@ -44,8 +43,13 @@ class PlannedGather:
     nbytes: int
 
     def launch(self, *behind: PlannedGather) -> Sequence[Awaited[None]]:
-        together = [self, *behind]
-        return [self.host.gather([each.weights for each in together])] * len(together)
+        together = [self.weights, *(each.weights for each in behind)]
+        axes = [self.host.structure.gathered_over(weights.names) for weights in together]
+        sent = {
+            axis: self.host.gather([weights for weights, along in zip(together, axes, strict=True) if along == axis])
+            for axis in dict.fromkeys(axes)
+        }
+        return [sent[axis] for axis in axes]
 
     def version(self) -> object:
         return 0
@@ -63,7 +67,8 @@ class PlannedReduction:
     nbytes: int
     made: int
     """The bytes that backward allocated for the gradients, in a rehearsal of memory."""
-    alike: object = None
+    alike: str
+    """The axis: reductions along different ones never share a message."""
 
     def launch(self, *behind: PlannedReduction) -> Sequence[Awaited[None]]:
         together = [self, *behind]
@@ -105,6 +110,10 @@ class WaitOp(NamedTuple):
     flight: int
 
 
+class HostWaitOp(NamedTuple):
+    """A wait of the host until the device has done all work so far, of which it reads a result."""
+
+
 class MatmulOp(NamedTuple):
     """A matrix product [m, k] x [k, n] on this rank, or one kernel that computes as many as there are experts."""
 
@@ -116,6 +125,8 @@ class MatmulOp(NamedTuple):
     """Whether the product makes dw, which no message waits for."""
     parts: int = 1
     """How many products share the m rows, or the k rows of a product that makes dw; each has a factor of its own."""
+    sent: bool = False
+    """Whether tokens were sent to these experts, so that the rank of the busiest expert has more rows."""
 
     @property
     def flops(self) -> int:
@@ -155,7 +166,7 @@ class FreeOp(NamedTuple):
 
 ComputeOp = MatmulOp | AttentionOp | ElementwiseOp
 MemoryOp = AllocOp | FreeOp
-Work = LaunchOp | CopyOp | WaitOp | ComputeOp | MemoryOp
+Work = LaunchOp | CopyOp | WaitOp | HostWaitOp | ComputeOp | MemoryOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +238,7 @@ NOTHING_SENT = PlannedWait([], [])
 
 
 class WeightGroup(NamedTuple):
-    """Parameters that are gathered over z in one message and reduced in one."""
+    """Parameters that are gathered over z, or experts over ez, in one message and reduced in one."""
 
     label: str
     names: tuple[str, ...]
@@ -290,7 +301,7 @@ class Rehearsal:
         self.actions: list[tuple[int, Action]] = []
         self.engine = Engine(
             sizes.policy.overlap,
-            flights=self.structure.over_x or self.structure.over_y,
+            flights=self.structure.over_x or self.structure.over_y or self.structure.folded,
             in_backward=lambda: self._backward,
         )
         self._two_lanes = () if self._names else sizes.shape.two_lanes
@@ -343,6 +354,11 @@ class Rehearsal:
         self.work.append(CopyOp(self._flights, label, nbytes, back))
         self._flights += 1
         return PlannedWait(self.work, [self._flights - 1])
+
+    def read_result(self) -> None:
+        """Let the host wait for the work so far."""
+        if not self.silent:
+            self.work.append(HostWaitOp())
 
     def communicate(self, records: Records) -> None:
         """Launch the collectives one after another and wait for each at once."""
@@ -478,7 +494,7 @@ class Rehearsal:
             key = *key, weights.again  # a rehearsal of names tells apart what is left out if weights are kept
         gathering = self._gatherings.get(key)
         if gathering is None:
-            travels, item = self.structure.gathers_weights, self.structure.itemsize_of(weights.wide)
+            travels, item = self.structure.gathers_over(weights.names), self.structure.itemsize_of(weights.wide)
             # with names nothing is gathered ahead, so the engine compares no bytes: any number but 0 will do
             nbytes = 1 if self._names else self.sizes.most_elements(weights.names) * item
             gathering = self._gatherings[key] = PlannedGather(self, weights, key, nbytes if travels else 0)
@@ -503,7 +519,7 @@ class Rehearsal:
         self.engine.deferred.expect(self.sizes.most_elements(names) * item for names in order.reduced)
 
     def gather(self, together: Sequence[WeightGroup]) -> PlannedWait:
-        """Launch the gather of these weights in one message."""
+        """Launch the gather of these weights, which go along one axis, in one message."""
         sizes, structure = self.sizes, self.structure
         nbytes = 0
         for weights in together:
@@ -512,10 +528,11 @@ class Rehearsal:
                 count = sizes.message_elements_again if weights.again else sizes.message_elements
                 nbytes += count(weights.names) * structure.itemsize_of(weights.wide)
         label = joint_label([weights.label for weights in together])
-        gathering = self.launch(lambda: sizes.message("all_gather", GATHERED, nbytes, label))
+        axis = structure.gathered_over(together[0].names)
+        gathering = self.launch(lambda: sizes.message("all_gather", axis, nbytes, label))
         if self.memory and not self.silent:
             for weights in together:
-                if structure.copies(weights.wide):
+                if structure.copies(weights.names, weights.wide):
                     whole = sizes.elements_again if weights.again else sizes.elements
                     self.allocate(whole(weights.names) * structure.itemsize_of(weights.wide), "weights")
         return gathering
@@ -537,7 +554,7 @@ class Rehearsal:
 
     def release(self, weights: WeightGroup, *, kept: bool) -> tuple[()]:
         """Free gathered or cast weights, except those that a product keeps until backward if `kept` is set."""
-        if self.memory and self.structure.copies(weights.wide):
+        if self.memory and self.structure.copies(weights.names, weights.wide):
             sizes, names = self.sizes, weights.names
             elements = sizes.elements_again(names) if weights.again else sizes.elements(names)
             released = elements - sizes.kept_elements(names) if kept else elements
@@ -562,12 +579,13 @@ class Rehearsal:
             self.free(0 if first or in_place else made, "weights")
         if self.engine.sums.add((key, weights.names), [], turns) is None:
             return
-        if not self.structure.gathers_weights:
+        if not self.structure.gathers_over(weights.names):
             self.deposit(weights, made)
             return
         self.reduced.add(weights.names)
         in_flight = 0 if self._names else sizes.most_elements(weights.names) * self.structure.reduce_itemsize
-        self.engine.deferred.defer(PlannedReduction(self, weights, in_flight, made))
+        axis = self.structure.gathered_over(weights.names)
+        self.engine.deferred.defer(PlannedReduction(self, weights, in_flight, made, axis))
 
     def add_shard_gradients(self, key: str, weights: WeightGroup, turns: int) -> None:
         """Add the gradient of one of `turns` halves that is complete over z."""
@@ -583,10 +601,11 @@ class Rehearsal:
         """Launch the reduction of the gradients of these weights in one message."""
         sizes, item = self.sizes, self.structure.reduce_itemsize
         label = joint_label([weights.label for weights in together])
+        axis = self.structure.gathered_over(together[0].names)
         return self.launch(
             lambda: sizes.message(
                 "reduce_scatter",
-                GATHERED,
+                axis,
                 sum(sizes.message_elements(weights.names) for weights in together) * item,
                 label,
             )
@@ -765,19 +784,20 @@ class GradientMessages:
         self._sums.append((bucket, axes, self._launch(bucket, next(axes))))
 
     def _launch(self, bucket: Bucket, axis: str) -> PlannedWait:
-        if axis == REPLICA and self.host.policy.shard_optimizer:
+        if axis in REPLICAS and self.host.policy.shard_optimizer:
             return self.host.launch(lambda: self._over_replicas("reduce_scatter", bucket, bucket.label))
         return self.host.launch(lambda: self.sizes.message("all_reduce", axis, bucket.nbytes, bucket.label))
 
     def _over_replicas(self, op: Op, bucket: Bucket, label: str) -> list[Collective]:
         """Return one message in which the rows of each parameter are padded until the replicas divide them."""
+        axis = self.sizes.specs[bucket.names[0]].replicas
         if bucket.names not in self._padded:
-            replicas, elements = self.sizes.shape.sizes[REPLICA], 0
+            replicas, elements = self.sizes.shape.cuts[axis], 0
             for name in bucket.names:
                 parameter = self.sizes.parameter(name)
                 elements += part(parameter.rows, replicas, 0) * replicas * parameter.row
             self._padded[bucket.names] = elements * self.sizes.dtype.itemsize
-        return self.sizes.message(op, REPLICA, self._padded[bucket.names], label)
+        return self.sizes.message(op, axis, self._padded[bucket.names], label)
 
     def end_pass(self) -> None:
         """End a backward pass; the last one of a step completes the gradients of all."""

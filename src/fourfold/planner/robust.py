@@ -323,7 +323,7 @@ def _helps(chosen: Price, limit: int) -> Iterator[tuple[str, float]]:
         halved = replace(candidate, policy=replace(policy, reduce_dtype=torch.bfloat16))
         yield "gradients summed in bf16 (policy.reduce_dtype)", price(task, halved).tokens_per_second / now - 1
     for axis in BATCH:
-        if shape.sizes[axis] % 2 == 0 and policy.stages is None and shape.context == 1:
+        if shape.sizes[axis] % 2 == 0 and policy.stages is None and shape.context == 1 and not shape.folded:
             half = Shape(*({**shape.sizes, axis: shape.sizes[axis] // 2}).values(), order=shape.order)
             fewer = replace(candidate, shape=half, micro_steps=2 * candidate.micro_steps)
             if memory_of(task, fewer).total <= limit:

@@ -92,6 +92,8 @@ NEAR = 0.02
 """Grids whose seconds are within this share of the best may be the best with other settings."""
 WORTH_TUNING = 0.005
 """The share of a step that a plan must gain to differ from what `fourfold train` does by itself."""
+ROOM_FOR_EXPERTS = 0.5
+"""The share of a device's memory that weights and gradients of experts may take on a fold that cuts them no further."""
 LONG_SEQUENCE = 8192
 """Sequences of at least so many tokens may be cut over places where one of them is too much for a device, and may have
 their MLPs in chunks and their block inputs on the host."""
@@ -385,7 +387,9 @@ class _Search:
         return self.plan
 
     def _run(self) -> None:
-        candidates = list(self._candidates(self.space.shapes or self._shapes()))
+        shapes = list(self.space.shapes or self._shapes())
+        folds = [] if self.space.shapes else [fold for shape in shapes for fold in self._folds(shape)]
+        candidates = list(self._candidates([*shapes, *folds]))
         needy = [] if self.space.shapes else self._with_context(candidates)
         grids = self._grids(candidates)
         grids += self._grids(list(self._candidates(needy)))
@@ -394,6 +398,33 @@ class _Search:
 
     def _shapes(self) -> Iterator[Shape]:
         return shapes_of(self.plan.devices, axes=self.space.axes)
+
+    def _folds(self, shape: Shape) -> Iterator[Shape]:
+        """Yield folds of a grid for a mixture of experts: tokens are sent inside a node, or to as many ranks as there
+        are experts, or stay, while weights of experts are gathered inside a node. A grid with pipe has the first alone.
+
+        Their weights are cut over the fewest ranks that leave room for all else, or over all that have the same ones.
+        """
+        config, node = self.task.config, self.task.machine.devices_per_node
+        ranks = shape.x * shape.z * shape.data
+        if not config.experts or ranks == 1 or not self._is_textbook(shape):
+            return
+        sizes = [size for size in range(2, ranks + 1) if ranks % size == 0 and config.experts % size == 0]
+        near = max((size for size in sizes if size <= node), default=1)
+        wanted = dict.fromkeys([near] if shape.pipe > 1 else [near, max(sizes, default=1), 1])
+        of_experts = 3 * config.layers * config.experts * config.hidden * config.expert_hidden // shape.pipe
+        state = 2 * of_experts * self.task.parameters.itemsize  # weights and gradients
+        found = {}
+        for expert in wanted:
+            left = ranks // expert
+            cuts = [size for size in range(1, left + 1) if left % size == 0]
+            fits = (size for size in cuts if state / (expert * size) <= ROOM_FOR_EXPERTS * self.limit)
+            least = next(fits, left)
+            found |= dict.fromkeys([(expert, least)] if shape.pipe > 1 else [(expert, least), (expert, left)])
+        for expert, ez in found:
+            fold = shape.with_fold(expert=expert, ez=ez)
+            if fold.folded and (expert > 1 or ez < shape.z):
+                yield fold
 
     def _with_context(self, candidates: Sequence[Candidate]) -> list[Shape]:
         """Return grids with a context size where that may help: where places have less than a row, or where one row is

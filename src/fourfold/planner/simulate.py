@@ -28,6 +28,7 @@ from fourfold.planner.program import (
     AttentionOp,
     ComputeOp,
     CopyOp,
+    HostWaitOp,
     LaunchOp,
     MatmulOp,
     MemoryOp,
@@ -240,6 +241,8 @@ class Simulation:
             self._launch(item)
         elif isinstance(item, CopyOp):
             self._copy(item, phase)
+        elif isinstance(item, HostWaitOp):
+            self._issued = max(self._issued, self.now)
         elif not isinstance(item, MemoryOp):  # allocations take no time
             self._issue(self._per_item)
             begin = self.now
@@ -302,7 +305,7 @@ class Simulation:
     def _seconds(self, item: ComputeOp) -> float:
         if isinstance(item, MatmulOp):
             sizes = item.m, item.k, item.n, self.dtype
-            return self.seconds.products(*sizes, parts=item.parts, is_wgrad=item.is_wgrad)
+            return self.seconds.products(*sizes, parts=item.parts, is_wgrad=item.is_wgrad, sent=item.sent)
         if isinstance(item, AttentionOp):
             return self.seconds.attention(item.flops, item.nbytes, self.dtype)
         return self.seconds.fused(item.nbytes) if item.fused else self.seconds.kernel(item.nbytes)

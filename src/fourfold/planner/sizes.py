@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.axes import BATCH, CONTEXT, CUTS, PIPE, REPLICA
+from fourfold.axes import BATCH, CONTEXT, CUTS, FOLD_SIZES, FOLDED, PIPE, REPLICAS
 from fourfold.context.assign import area, plan_context
 from fourfold.context.move import pieces_of
 from fourfold.engine import Overlap
 from fourfold.gradients import Bucket, OwingGradient, bucket_unit, fill_buckets
 from fourfold.grid import Grid, Shape
-from fourfold.layout import GATHERED, Spec, logits_columns
+from fourfold.layout import GATHERED, Spec, chunk, logits_columns
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig, halves_of, unit_of
 from fourfold.models.transformer import Transformer
@@ -55,23 +55,25 @@ LAYER = "layers.0."
 
 
 class PaperGrid(Grid):
-    """A grid of one rank without a process group: layers can be declared on it, but nothing can run."""
+    """A grid without a process group, of one rank or with a fold: layers can be declared on it, but nothing can run."""
 
-    def __init__(self) -> None:
-        self.shape, self.rank, self.device = Shape(), 0, torch.device("meta")
+    def __init__(self, *, folded: bool = False) -> None:
+        self.shape, self.rank = Shape(z=2, expert=2) if folded else Shape(), 0
         self.coords = self.shape.coords(0)
         self.device = torch.device("meta")
 
 
 @lru_cache(maxsize=256)
-def parameter_specs(config: ModelConfig, activations: Activations) -> dict[str, Spec]:
+def parameter_specs(config: ModelConfig, activations: Activations, *, folded: bool = False) -> dict[str, Spec]:
     """Return the spec of every parameter of a layer, of embedding, last norm and head, by name.
 
     All layers have the names of the first one. If the model has both MLPs and mixtures, it has the parameters of both.
+    On a grid that is `folded` experts are cut in another way.
     """
     found: dict[str, Spec] = {}
     for mixture in kinds_of_layers(config):
-        model = Transformer(config.one_layer(mixture=mixture), PaperGrid(), Policy(activations=activations))
+        config_of_kind, grid = config.one_layer(mixture=mixture), PaperGrid(folded=folded and mixture)
+        model = Transformer(config_of_kind, grid, Policy(activations=activations))
         found |= specs_of(model)
     return found
 
@@ -89,9 +91,16 @@ def names_of_layer(config: ModelConfig, mixture: bool) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def owed_axes(config: ModelConfig, activations: Activations) -> dict[str, tuple[str, ...]]:
+def _names_of_experts(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the parameters that a folded grid cuts in a way of its own, in the first layer."""
+    specs = parameter_specs(config, "sharded", folded=True)
+    return tuple(name for name, spec in specs.items() if spec.gathered != GATHERED)
+
+
+@lru_cache(maxsize=256)
+def owed_axes(config: ModelConfig, activations: Activations, *, folded: bool = False) -> dict[str, tuple[str, ...]]:
     """Return the axes that the gradient of each of these parameters owes a sum over."""
-    return {name: spec.owes for name, spec in parameter_specs(config, activations).items()}
+    return {name: spec.owes for name, spec in parameter_specs(config, activations, folded=folded).items()}
 
 
 @lru_cache(maxsize=4096)
@@ -160,7 +169,10 @@ class Structure:
         self.over_x, self.over_y = "x" in axes, "y" in axes
         self.cuts_rest = self.sharded and self.over_x  # x cuts tokens at rest
         self.cuts_inner = self.sharded and self.over_y  # y cuts features inside a sublayer, beyond x
+        self.folded = any(axis in FOLD_SIZES for axis in axes)  # experts are cut in a way of their own
         self.gathers_weights = GATHERED in axes
+        self.gathers_experts = ("ez" if self.folded else GATHERED) in axes
+        self.gathers = self.gathers_weights or (self.folded and self.gathers_experts)  # any parameters at all
         self.compute_itemsize = (policy.compute_dtype or self.dtype).itemsize
         self.reduce_itemsize = (policy.reduce_dtype or self.dtype).itemsize
         # bytes of one statistic of a norm, of attention or of the loss: fp32 or wider
@@ -171,6 +183,7 @@ class Structure:
         # weights in use have memory of their own
         self.copies_weights = self.gathers_weights or (self.casts and not self.keeps_casts)
         self.keeps_weights = policy.keeps_for_backward and self.copies_weights  # products keep them until backward
+        self.copies_experts = self.gathers_experts or (self.casts and not self.keeps_casts)
         self.copies_wide = self.gathers_weights or (self.wide_itemsize != self.dtype.itemsize and not policy.keep_casts)
         # Contract layers keep an input that was gathered over y
         self.keeps_collected = policy.keep_gathered and self.cuts_inner
@@ -187,9 +200,19 @@ class Structure:
         """Return the bytes of an element of weights in use, of those that are used in fp32 at least if `wide`."""
         return self.wide_itemsize if wide else self.compute_itemsize
 
-    def copies(self, wide: bool) -> bool:
-        """Return whether such weights in use have memory of their own."""
+    def copies(self, names: tuple[str, ...], wide: bool) -> bool:
+        """Return whether these weights in use have memory of their own; `wide` as in `itemsize_of`."""
+        if self.folded and self.gathered_over(names) != GATHERED:
+            return self.copies_experts
         return self.copies_wide if wide else self.copies_weights
+
+    def gathered_over(self, names: tuple[str, ...]) -> str:
+        """Return the axis over which these parameters are gathered before their use."""
+        return self._specs[in_first_layer(names[0])].gathered if self.folded and names else GATHERED
+
+    def gathers_over(self, names: tuple[str, ...]) -> bool:
+        """Return whether these parameters travel before their use."""
+        return self.gathered_over(names) in self.used_axes
 
     def matrices(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the parameters that are matrices."""
@@ -205,7 +228,7 @@ class Structure:
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
-        return parameter_specs(self.config, self.policy.activations)
+        return parameter_specs(self.config, self.policy.activations, folded=self.folded)
 
 
 @lru_cache(maxsize=4096)
@@ -234,7 +257,7 @@ def structure_of_names(
         loss_chunk=structure.policy.loss_chunk if chunked is None else int(chunked),
         mlp_chunk=structure.policy.mlp_chunk if chunks_mlp is None else int(chunks_mlp),
     )
-    axes = tuple(axis for axis in structure.used_axes if axis != REPLICA)
+    axes = tuple(axis for axis in structure.used_axes if axis not in REPLICAS)
     return replace(structure, policy=policy, used_axes=axes)
 
 
@@ -250,14 +273,15 @@ def structure_of_layers(
 @lru_cache(maxsize=4096)
 def structure_of_kind(structure: Structure, mixture: bool) -> Structure:
     """Return the same for a model in which all layers are mixtures of experts, or none is."""
-    return replace(structure, config=structure.config.one_layer(mixture=mixture))
+    axes = structure.used_axes if mixture else tuple(axis for axis in structure.used_axes if axis not in FOLDED)
+    return replace(structure, config=structure.config.one_layer(mixture=mixture), used_axes=axes)
 
 
 @lru_cache(maxsize=4096)
 def structure_of_ends(structure: Structure, *, chunked: bool | None = None) -> Structure:
     """Return the same for a program of embedding, head and loss alone: what layers do does not count."""
     names = structure_of_names(structure, recompute="none", chunked=chunked, chunks_mlp=False)
-    axes = tuple(axis for axis in names.used_axes if axis != CONTEXT)
+    axes = tuple(axis for axis in names.used_axes if axis not in (CONTEXT, *FOLDED))
     config = names.config.one_layer(mixture=False)
     return replace(names, config=config, used_axes=axes, shares_kv=False, cuts_kv_head=False, context=None)
 
@@ -272,8 +296,10 @@ _ROPE: dict[str, Any] = {one.name: one.default for one in fields(ModelConfig) if
 def _kinds_of_layers(config: ModelConfig) -> ModelConfig:
     ones: dict[str, Any] = {"layers": config.dense_layers + 1, **_ONES}
     if config.experts:
-        shared, numbers = min(1, config.shared_hidden), {"aux": float(config.routing.balances), "z_loss": 0.0}
-        ones |= dict(experts=1, top_k=1, expert_hidden=1, shared_hidden=shared, score="softmax", **numbers)
+        shared, routing = min(1, config.shared_hidden), config.routing
+        ones |= dict(experts=1, top_k=1, expert_hidden=1, shared_hidden=shared, score="softmax", bias_rate=0.0)
+        ones |= dict(groups=1, top_groups=1, route_scale=1.0, capacity=float(routing.capacity > 0))
+        ones |= dict(aux=float(routing.aux > 0), z_loss=float(routing.z_loss > 0))
     return replace(config, **ones, **_ROPE, dropout=0.5 if config.dropout else 0.0)
 
 
@@ -322,17 +348,13 @@ class LocalSizes:
 
     def __post_init__(self) -> None:
         config, shape, policy, seq = self.config, self.shape, self.policy, self.seq
-        if shape.folded:
-            raise ValueError(
-                f"the planner does not price grids that are folded for experts, such as {shape}; plan the grid without "
-                f"{', '.join(name for name, size in shape.fold_sizes.items() if size > 1)}, or train on it without a "
-                "prediction"
-            )
         self.item = item = (policy.compute_dtype or self.dtype).itemsize  # bytes of one element of an activation
         if not self.number_of_halves:
             packed = self.documents is not None
             self.number_of_halves = halves_of(config, shape, policy, self.rows, seq, item, packed=packed).number
         self.coords = shape.coords(self.rank)
+        if shape.folded:
+            self.coords |= shape.fold_coords(self.rank)
         x, y, sharded = shape.x, shape.y, policy.activations == "sharded"
         inner_cut = y if sharded else 1  # this many ranks cut features inside a sublayer beyond x
         number = self.number_of_halves
@@ -423,9 +445,11 @@ class LocalSizes:
         wide, item, m, chosen = structure.wide_itemsize, self.item, self.m, config.top_k
         padded = self.m_rest * x if structure.sharded else m  # tokens of a message over x
         self.experts = config.experts
-        self.pairs = m * chosen
+        self.pairs = m * chosen  # that the experts of this rank have
         self.expert_parts = min(config.experts, self.pairs)  # products of experts that have rows, if all have as many
-        self.expert_n = n = config.expert_hidden // x
+        if self.shape.folded:
+            self._size_dispatch()
+        self.expert_n = n = config.expert_hidden // (self.shape.ex if self.shape.folded else x)
         # the router, in the dtype of statistics
         self.wide_rest_nbytes = self.rest * wide
         self.router_nbytes = self.m_rest * config.experts * wide
@@ -435,24 +459,82 @@ class LocalSizes:
         # what it reads and writes: scores, the ids of all experts in order, and those that are chosen
         self.router_cast_nbytes = 0 if wide == item else self.rest * (item + wide)
         self.choosing_nbytes = 4 * self.router_nbytes + 2 * self.m_rest * config.experts * ID_NBYTES
-        gathered = self.policy.keep_gathered and structure.over_x  # else the experts keep this very input
+        # else the experts, or on a fold the MLP beside them, keep this very input
+        gathered = self.policy.keep_gathered and structure.over_x
+        gathered = gathered or (structure.folded and (not config.shared_hidden or config.reads_previous))
         self.kept_router_nbytes = self.rest * wide if wide != item else self.rest_nbytes if gathered else 0
         statistics = self.m_rest * (chosen + (1 if config.normalize_top_k else 0)) * wide
         logits = self.router_nbytes * (2 if config.routing.balances else 1)
         self.kept_choice_nbytes = logits + self.m_rest * config.experts * ID_NBYTES + statistics
         # pairs of a token and one of its experts, by expert
-        self.pair_index_nbytes = 3 * self.pairs * ID_NBYTES
-        self.sorting_nbytes = 4 * self.pair_index_nbytes
+        sent = self.sent_pairs if structure.folded else self.pairs
+        self.sorting_nbytes = 12 * sent * ID_NBYTES
+        self.pair_index_nbytes = (3 * sent + (self.pairs if structure.folded else 0)) * ID_NBYTES
         self.pair_score_nbytes = self.pairs * item
         self.pair_stream_nbytes = self.pairs * self.k * item  # a row of the stream for each
         self.pairs_nbytes = self.pairs * n * item
         self.pairs_cut_nbytes = self.pairs_nbytes // inner_cut
         self.kept_pairs_nbytes = self.pairs_nbytes if structure.keeps_collected else self.pairs_cut_nbytes
+        # the choices of a context group's segments, gathered over it
+        self.choices_nbytes = self._segments * self.shape.context * config.experts * ID_NBYTES
+        self.choice_rest_nbytes = self.m_rest * chosen * wide  # p of the tokens at rest
         # the MLP beside the experts
         self.shared_n = config.shared_hidden // x
         self.shared_nbytes = m * self.shared_n * item
         self.shared_cut_nbytes = self.shared_nbytes // inner_cut
         self.kept_shared_nbytes = self.shared_nbytes if structure.keeps_collected else self.shared_cut_nbytes
+
+    def _size_dispatch(self) -> None:
+        """Set the sizes of what travels to experts on a fold and back, if every expert has equally many pairs."""
+        config, shape, structure, item = self.config, self.shape, self.structure, self.item
+        x, ranks, own = shape.x, shape.expert, self.coords["expert"]
+        rows = self.m_rest if structure.sharded else part(self.m, x, self.coords["x"])  # that this rank sends
+        pairs, experts = rows * config.top_k, config.experts
+        shares = [chunk(experts, ranks, rank) for rank in range(ranks)]
+
+        def pairs_of(share: range) -> int:
+            """Return the pairs of a rank for the experts of another one."""
+            extra = pairs % experts
+            return len(share) * (pairs // experts) + max(0, min(share.stop, extra) - min(share.start, extra))
+
+        mine = pairs_of(shares[own])
+        arrived = ranks * mine
+        per_expert = pairs // experts
+        joined = shape.ex * arrived
+        self.pairs = joined
+        busy = len(shares[own]) if per_expert else max(0, min(shares[own].stop, pairs) - shares[own].start)
+        self.expert_parts = max(1, busy)
+        self.sent_pairs = pairs
+        wide = structure.wide_itemsize
+        row = self.k * item
+        scored = row + wide  # the bits of p travel in further columns
+        away = pairs - mine
+        larger = max(pairs, arrived)
+        self.dispatch_nbytes, self.dispatch_sent_nbytes = larger * scored, away * scored
+        self.dispatch_back_nbytes = (arrived - mine) * scored
+        self.combine_nbytes, self.combine_sent_nbytes = larger * row, (arrived - mine) * row
+        self.combine_back_nbytes = away * row
+        count = len(shares[own])
+        self.counts_nbytes = max(experts, count * ranks) * ID_NBYTES
+        self.counts_sent_nbytes = (experts - count) * ID_NBYTES
+        self.counts_joined_nbytes = shape.ex * ranks * count * ID_NBYTES
+        self.sent_stream_nbytes = pairs * row  # a row for each pair of this rank
+        self.packed_nbytes = pairs * scored
+        self.arrived_stream_nbytes, self.arrived_packed_nbytes = arrived * row, arrived * scored
+        self.joined_nbytes, self.joined_scores_nbytes = joined * row, joined * wide
+        self.gathered_ids_nbytes = self.m_rest * x * config.top_k * 4  # int32
+        # whole along x again, where activations are not sharded
+        self.own_scores_nbytes = part(self.m, x, 0) * x * config.top_k * wide
+        self.own_stream_nbytes = part(self.m, x, 0) * x * row
+
+    @cached_property
+    def _segments(self) -> int:
+        """The segments of a member of a context group whose choices are counted together; 0 if they are not."""
+        routing = self.config.routing
+        if self.shape.context == 1 or not (routing.aux or routing.capacity):
+            return 0
+        lengths = self.rows, self.seq, self.shape.context, self.documents
+        return most_segments(self.policy.assignment, self.policy.context_way, *lengths)
 
     def _kv_heads(self, inner_cut: int) -> LocalHeads:
         """Return the KV heads that this rank's queries read."""
@@ -492,9 +574,9 @@ class LocalSizes:
         self.swapped_sent_nbytes = self.swapped_nbytes * (near - 1) // near
         self.swapped_back_nbytes = self.query_cut_nbytes * (near - 1) // near
 
-    def all_to_all(self, nbytes: int, sent: int, label: str) -> list[Collective]:
-        """Return the record of an all-to-all of a context group, of which this rank sends some bytes to others."""
-        return [_collective("all_to_all", CONTEXT, nbytes, self.shape.context, label, sent=sent)]
+    def all_to_all(self, nbytes: int, sent: int, label: str, axis: str = CONTEXT) -> list[Collective]:
+        """Return the record of an all-to-all, by default of a context group, of which this rank sends some bytes."""
+        return [_collective("all_to_all", axis, nbytes, self.shape.group_sizes[axis], label, sent=sent)]
 
     def _read_nbytes(self, copies_kv: bool) -> int:
         """Return the bytes of the tensors of which q, k and v are views when attention begins."""
@@ -604,7 +686,7 @@ class LocalSizes:
     def specs(self) -> dict[str, Spec]:
         """Specs of this rank's parameters by name, in the model's order."""
         config, held, begun = self.config, self.held, False
-        first, found = parameter_specs(config, self.policy.activations), {}
+        first, found = parameter_specs(config, self.policy.activations, folded=self.shape.folded), {}
         for name, spec in first.items():
             if not name.startswith(LAYER):
                 if held.has(name):
@@ -623,7 +705,9 @@ class LocalSizes:
     @cached_property
     def _most_parameters(self) -> ParameterTable:
         """The same on the first rank, which holds most."""
-        return _parameter_table(self.config, self.shape, dict.fromkeys(CUTS, 0)) if self.rank else self._parameters
+        if not self.rank:
+            return self._parameters
+        return _parameter_table(self.config, self.shape, dict.fromkeys((*CUTS, *FOLDED), 0))
 
     def parameter(self, name: str) -> ParameterSizes:
         return self._parameters.sizes[in_first_layer(name)]
@@ -671,6 +755,22 @@ class LocalSizes:
         """The elements of all shards of this rank."""
         return self.layers_shard(self.held.layers) + self._parameters.outside_layers(self.held)
 
+    def expert_shard(self, layers: Sequence[int]) -> int:
+        """Return the elements of this rank's shards of the experts of some layers on a fold; 0 on other grids."""
+        if not self.shape.folded:
+            return 0
+        mixtures = sum(map(self.config.is_mixture, layers))
+        return mixtures * sum(self.parameter(name).shard for name in _names_of_experts(self.config))
+
+    @cached_property
+    def replica_share(self) -> float:
+        """The share of a rank's parameters that it steps, if replicas share the steps of a sharded optimizer."""
+        data, edata = (self.shape.cuts[axis] for axis in REPLICAS)
+        experts = self.expert_shard(self.held.layers)
+        if not experts:
+            return 1 / data
+        return ((self.parameters - experts) / data + experts / edata) / self.parameters
+
     def units_nbytes(self, layers: Sequence[int], *, embedding: bool, head: bool) -> int:
         """Return the bytes of a rank's shards of some layers, and of embedding and head where they are asked for."""
         held = HeldUnits(layers, embedding, head, self.config.tied and head and not embedding)
@@ -683,8 +783,8 @@ class LocalSizes:
 
     def buckets(self) -> list[Bucket]:
         """Return the runtime's buckets, in which gradients are summed over the axes that they owe beyond z."""
-        item, layers, axes = self.dtype.itemsize, self.config.layers, self.shape.sizes
-        owed, gradients = owed_axes(self.config, self.policy.activations), []
+        item, layers, axes = self.dtype.itemsize, self.config.layers, self.shape.cuts
+        owed, gradients = owed_axes(self.config, self.policy.activations, folded=self.shape.folded), []
         for name in self.specs:
             first = in_first_layer(name)
             owes = owed[first]
@@ -696,7 +796,7 @@ class LocalSizes:
 
     def message(self, op: Op, axis: str, nbytes: int, label: str) -> list[Collective]:
         """Return the record of a message, or none if the axis has one rank or nothing is sent."""
-        ranks = self.shape.named[axis]
+        ranks = self.shape.group_sizes[axis]
         return [_collective(op, axis, nbytes, ranks, label)] if ranks > 1 and nbytes else []
 
 
@@ -754,6 +854,15 @@ def context_traffic(
         whole = tokens * len(all_of_them)
         return ContextTraffic(form, near, tokens, whole, whole, tokens, read, pairs)
     return ContextTraffic(form, near, tokens, *holders.exchanged(here), 0, read, pairs)
+
+
+@lru_cache(maxsize=4096)
+def most_segments(
+    assignment: Any, way: Any, rows: int, seq: int, members: int, documents: tuple[int, ...] | None
+) -> int:
+    """Return the segments of the member of a context group that has most."""
+    found, _ = plan_context(assignment, way, rows, seq, members, documents)
+    return max(map(len, found.members))
 
 
 class HeldUnits(NamedTuple):
@@ -815,16 +924,17 @@ class ParameterTable:
     def __init__(self, specs: Mapping[str, Spec], sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
         self.sizes: dict[str, ParameterSizes] = {}
         self._groups: dict[tuple[str, ...], tuple[int, int, int]] = {}
-        z = sizes[GATHERED]
         for name, spec in specs.items():
             lengths, gathered = list(spec.shape), list(spec.shape)
             for axis, dim in spec.storage.cuts:
                 lengths[dim] = part(lengths[dim], sizes[axis], coords[axis])
-                if axis != GATHERED:
+                if axis != spec.gathered:
                     gathered[dim] = part(gathered[dim], sizes[axis], coords[axis])
-            columns = prod(gathered[1:])
-            padded = part(gathered[0], z, 0) * z * columns
-            self.sizes[name] = ParameterSizes(lengths[0], prod(lengths[1:]), gathered[0] * columns, padded)
+            # a message has the dim that is cut in front, padded to equal parts
+            dim, ranks = dict(spec.storage.cuts).get(spec.gathered, 0), sizes[spec.gathered]
+            padded = [*gathered]
+            padded[dim] = part(gathered[dim], ranks, 0) * ranks
+            self.sizes[name] = ParameterSizes(lengths[0], prod(lengths[1:]), prod(gathered), prod(padded))
         self._others = tuple(name for name in specs if not name.startswith(LAYER))
 
     def outside_layers(self, held: HeldUnits) -> int:
@@ -843,12 +953,15 @@ class ParameterTable:
 
 def _parameter_table(config: ModelConfig, shape: Shape, coords: Mapping[str, int]) -> ParameterTable:
     """Return the sizes of parameters at these coordinates, which grids share that differ in replicas and stages."""
-    return _table_of_cuts(config, tuple((axis, shape.sizes[axis], coords[axis]) for axis in CUTS if axis != REPLICA))
+    axes = [axis for axis in (*CUTS, *(FOLDED if shape.folded else ())) if axis not in REPLICAS]
+    return _table_of_cuts(config, tuple((axis, shape.cuts[axis], coords[axis]) for axis in axes))
 
 
 @lru_cache(maxsize=4096)
 def _table_of_cuts(config: ModelConfig, cuts: tuple[tuple[str, int, int], ...]) -> ParameterTable:
-    specs = parameter_specs(config, "sharded")  # the mode decides which sums gradients owe, not the shards
+    folded = any(axis in FOLDED for axis, _, _ in cuts)
+    # the mode decides which sums gradients owe, not the shards
+    specs = parameter_specs(config, "sharded", folded=folded)
     return ParameterTable(specs, {axis: size for axis, size, _ in cuts}, {axis: place for axis, _, place in cuts})
 
 
@@ -1040,8 +1153,8 @@ class SizeNames:
     def message(self, op: Op, axis: str, nbytes: Any, label: str) -> list[Collective]:
         return [Collective(op, axis, nbytes, 0, label)] if axis in self.structure.used_axes else []
 
-    def all_to_all(self, nbytes: Any, sent: Any, label: str) -> list[Collective]:
-        return [Collective("all_to_all", CONTEXT, nbytes, 0, label, sent=sent)]
+    def all_to_all(self, nbytes: Any, sent: Any, label: str, axis: str = CONTEXT) -> list[Collective]:
+        return [Collective("all_to_all", axis, nbytes, 0, label, sent=sent)]
 
     def __getattr__(self, attribute: str) -> Any:
         is_method = callable(getattr(LocalSizes, attribute, None))

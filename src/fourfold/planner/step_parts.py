@@ -71,13 +71,15 @@ def pieces(work: Iterable[Work]) -> StepWork:
     found: StepWork = Counter()
     for item in work:
         if isinstance(item, MatmulOp):
-            found[WorkPiece(PRODUCTS, (item.m, item.k, item.n, item.parts, int(item.is_wgrad and item.parts > 1)))] += 1
+            how = item.parts, int(item.is_wgrad and (item.parts > 1 or item.sent)), int(item.sent)
+            found[WorkPiece(PRODUCTS, (item.m, item.k, item.n, *how))] += 1
         elif isinstance(item, AttentionOp):
             found[WorkPiece(ATTENTION, (item.flops, item.nbytes))] += 1
         elif isinstance(item, ElementwiseOp):
             found[WorkPiece("fused" if item.fused else "plain", (item.nbytes,))] += 1
         elif isinstance(item, LaunchOp):
-            found[WorkPiece(item.record.op, (item.record.nbytes, item.record.ranks), item.record.axis)] += 1
+            record = item.record
+            found[WorkPiece(record.op, (record.nbytes, record.ranks, record.sent), record.axis)] += 1
     return found
 
 
@@ -106,15 +108,15 @@ def work_seconds(seconds: Seconds, dtype: str, work: StepWork) -> WorkSeconds:
     for (kind, sizes, axis), number in work.items():
         if axis:
             op: Op = kind  # type: ignore[assignment]
-            nbytes, ranks = sizes
-            cost = seconds.transfer(Collective(op, axis, nbytes, ranks))
+            nbytes, ranks, sent = sizes
+            cost = seconds.transfer(Collective(op, axis, nbytes, ranks, sent=sent))
             host += number * cost.host
             fixed[axis] += number * cost.fixed
             moving[axis] += number * cost.moving
             continue
         price_of: dict[str, Callable[..., float]] = {
-            PRODUCTS: lambda m, k, n, parts, is_wgrad: seconds.products(
-                m, k, n, dtype, parts=parts, is_wgrad=bool(is_wgrad)
+            PRODUCTS: lambda m, k, n, parts, is_wgrad, sent: seconds.products(
+                m, k, n, dtype, parts=parts, is_wgrad=bool(is_wgrad), sent=bool(sent)
             ),
             ATTENTION: lambda flops, nbytes: seconds.attention(flops, nbytes, dtype),
             "fused": seconds.fused,

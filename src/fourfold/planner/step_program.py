@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
-from fourfold.axes import CUTS, PIPE, REPLICA
+from fourfold.axes import BATCH, CUTS, PIPE, REPLICA
 from fourfold.engine import BACKWARD
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
@@ -24,6 +24,7 @@ from fourfold.planner.program import (
     WeightOrder,
 )
 from fourfold.planner.sizes import (
+    ID_NBYTES,
     STATISTIC_NBYTES,
     LocalSizes,
     SizeNames,
@@ -58,7 +59,7 @@ def step_program(
     host = Rehearsal(sizes)
     model = TransformerProgram(sizes, host)
     clip = optimizer if clip is None else clip
-    if sizes.structure.gathers_weights:
+    if sizes.structure.gathers:
         if sizes.shape.pipe > 1:
             host.silent = True  # the engine records the order of gathers in a first step, as the runtime's engine does
             run_step(model, micro_steps, optimizer=optimizer, clip=clip)
@@ -80,7 +81,7 @@ def stage_program(sizes: LocalSizes, part: ModelPart, recompute: Recompute, *, s
     host = Rehearsal(sizes)
     model = TransformerProgram(sizes, host)
     model.recompute = recompute
-    if sizes.structure.gathers_weights:
+    if sizes.structure.gathers:
         expect_weights(model, part)
     host.begin_step(passes + 1)  # the last pass never comes, so no bucket is launched
     for micro in range(passes):
@@ -181,6 +182,7 @@ def run_step(model: TransformerProgram, micro_steps: int, *, optimizer: bool, cl
         # the program begins right after the optimizer step, so its gathers come first
         host.enter_phase("forward")
         host.gradients.gather_parameters()
+        move_biases(model)
     if micro_steps > 1:  # the loss of every micro-step is divided by the targets of all of them
         host.communicate(lambda: sum_over_batch(sizes, 1, "count targets"))
     if sizes.shape.pipe > 1:
@@ -211,17 +213,31 @@ def expect_weights(model: TransformerProgram, part: ModelPart) -> None:
 def optimize(model: TransformerProgram, *, clip: bool, step: bool) -> None:
     """Compute the norm of all gradients if `clip`, and AdamW's step, which reads p, g, m, v and writes p, m, v."""
     host, sizes, shards = model.host, model.sizes, model.policy.shard_optimizer
-    own = sizes.parameter_nbytes // (sizes.shape.sizes[REPLICA] if shards else 1)
+    own = int(sizes.parameter_nbytes * sizes.replica_share) if shards else sizes.parameter_nbytes
     if clip:
         host.compute(ElementwiseOp("gradient norm", own))
         for axis in (PIPE, *CUTS):
-            if axis != REPLICA or shards:  # replicas hold equal gradients unless the optimizer is sharded
+            # replicas hold equal gradients unless the optimizer is sharded, or experts have replicas of their own
+            if axis != REPLICA or shards or sizes.shape.folded:
                 nbytes = STATISTIC_NBYTES * (sizes.config.layers + 2 if axis == PIPE else 1)  # squares by unit
                 host.communicate(
                     lambda axis=axis, nbytes=nbytes: sizes.message("all_reduce", axis, nbytes, "gradient norm")
                 )
     if step:
         host.compute(ElementwiseOp("AdamW", 7 * own))
+        if not shards:  # else the step that comes next has begun
+            move_biases(model)
+
+
+def move_biases(model: TransformerProgram) -> None:
+    """Sum the choices of experts over all places, by which the biases of routers move (E21)."""
+    config, sizes = model.config, model.sizes
+    routers = sum(map(config.is_mixture, sizes.held.layers)) if sizes.config.bias_rate else 0
+    for axis in BATCH:
+        nbytes = routers * sizes.config.experts * ID_NBYTES
+        model.host.communicate(
+            lambda axis=axis, nbytes=nbytes: sizes.message("all_reduce", axis, nbytes, "choices of experts")
+        )
 
 
 # --- FLOPs

@@ -464,19 +464,24 @@ class TransformerProgram(LayerProgram):
             stream.delta = None
         stream.read()
         self.norm(f"{prefix}.attention_norm", half, reads_kept=self.recompute == "block")
+        mixture = MixtureProgram(self, f"{prefix}.mlp", half) if self.config.is_mixture(index) else None
+        if mixture is not None and self.config.reads_previous:
+            self.norm(f"{prefix}.mlp_norm", half, reads_kept=True)
+            yield from mixture.route()
         leaving = yield from self.attention(f"{prefix}.attention", half)
         yield  # even if nothing is in flight: the other half's messages need a product to hide behind
         leaving.land()
         self.dropout(half)
         self.norm(f"{prefix}.mlp_norm", half)
-        mixture = self.config.is_mixture(index)
-        if mixture:
-            yield from MixtureProgram(self, f"{prefix}.mlp", half).run()
-        else:
+        if mixture is None:
             yield from self.mlp(f"{prefix}.mlp", half, again=self.recompute == "block")
+        else:
+            if not self.config.reads_previous:
+                yield from mixture.route()
+            yield from mixture.run()
         if self.engine.recomputing and not self.config.dropout:
             return PlannedStream(NO_MOVE)  # backward reads no value of what follows, so the runtime stops here too
-        leaving = self.leave(half, f"{prefix}.mlp" if mixture else f"{prefix}.mlp.down")
+        leaving = self.leave(half, f"{prefix}.mlp.down") if mixture is None else mixture.leave()
         if self.config.dropout:
             yield
             leaving.land()

@@ -69,6 +69,12 @@ def write_plan_page(document: PlanDocument, path: Path) -> Path:
     return page.write_page(Path(path), plan_page(document, page.plotly_js()), example="plan.html")
 
 
+def name_of_all(shape: Shape) -> str:
+    """Return all axes of a grid, and its context and its fold if it has them."""
+    sizes = {**shape.sizes, **{name: size for name, size in shape.named.items() if size > 1}}
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
 def plan_page(document: PlanDocument, plotly_js: str) -> str:
     """Return the HTML of the page."""
     figures = plan_figures(document)
@@ -77,10 +83,7 @@ def plan_page(document: PlanDocument, plotly_js: str) -> str:
         "figures": figures,
         "grids": [view(document, entry) for entry in document["grids"]],
         # All axes, also those of size 1, so that a filter finds y=1.
-        "refused": [
-            [" ".join(f"{axis}={size}" for axis, size in Shape(**entry["grid"]).sizes.items()), entry["reason"]]
-            for entry in document["refused"]
-        ],
+        "refused": [[name_of_all(Shape(**entry["grid"])), entry["reason"]] for entry in document["refused"]],
         "heads": list(RANKING),
         "perNode": machine["devices_per_node"],
         "devices": document["devices"],
@@ -289,7 +292,7 @@ def link(document: PlanDocument, entry: PlannedGrid, axis: str) -> dict[str, Any
     """Return how the ranks of an axis lie on the nodes, and how long its rings are on the links."""
     shape = Shape(**entry["grid"], order=entry["order"])
     stride, _ = shape.strides(axis)[0]
-    size = entry["grid"][axis]
+    size = shape.group_sizes[axis]
     where = whereabouts(stride, size, document["devices"], document["machine"]["devices_per_node"])
     speed = entry.get("bandwidth", {}).get(axis)
     exposed, seconds = (entry[name].get(axis, 0.0) for name in ("exposed_seconds", "link_seconds"))

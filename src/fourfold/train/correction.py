@@ -134,7 +134,7 @@ class RunCorrection:
         others = "".join(f", {name}={written(value)}" for name, value in changed.items())
         takes = f"{duration(best.seconds)} a step instead of {duration(own.seconds)}"
         plan = {
-            "grid": candidate.shape.sizes,
+            "grid": candidate.shape.named,
             "order": list(candidate.shape.order),
             "micro_steps": candidate.micro_steps,
             "policy": changed,
