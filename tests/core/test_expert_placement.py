@@ -64,7 +64,7 @@ def test_balance_is_the_best_there_is_and_most_tokens_stay_in_their_node() -> No
     """No placement of a few experts is more even. In 200 draws at least 0.82 of the tokens stay that could, on average
     0.99."""
     shares = []
-    for seed in range(24):
+    for seed in range(12):
         counts, transitions, where = drawn(seed)
         even, near = place(counts, None, where), place(counts, transitions, where)
         every = torch.tensor(list(divisions(range(counts.shape[1]), where.shares(counts.shape[1]))))

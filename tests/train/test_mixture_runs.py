@@ -93,7 +93,7 @@ def test_counts_are_read_as_they_were_written_also_after_a_resume_and_a_cut(tmp_
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / COUNTS).write_text("loss 1.0 and more than a head")
-    with pytest.raises(ValueError, match="does not hold counts of experts: it begins with"):
+    with pytest.raises(ValueError, match="has no records of experts: it begins with"):
         list(read_counts(tmp_path))
 
 
