@@ -240,6 +240,10 @@ def test_program_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, in
     alone(compare, *case)
 
 
+def test_program_of_padded_experts_is_what_the_code_does(alone) -> None:
+    alone(compare, "moe with capacity", Shape(x=2, z=2, ex=2, expert=2), Policy(pad_experts=True), 1)
+
+
 def cut_cases() -> list[tuple[str, Shape, Policy, int]]:
     """Those of all cases in which the halves are those of one row."""
     return [case for case in cases() if case[2].overlap.halves == 2 and case[2].recompute != "attention"]

@@ -115,15 +115,17 @@ class MixtureProgram:
             self._back_at_once(lambda: half.message("all_gather", "x", half.own_stream_nbytes, label))
             self._back_at_once(lambda: half.message("all_gather", "x", half.own_scores_nbytes, label))
         counting = NOTHING_SENT
-        if "expert" in structure.used_axes:
+        counts = structure.sends and not host.policy.pad_experts
+        if counts and "expert" in structure.used_axes:
             sizes = half.counts_nbytes, half.counts_sent_nbytes
             counting = host.launch(lambda: half.all_to_all(*sizes, label, "expert"))
         host.compute(ElementwiseOp(f"pack {label}", 4 * half.packed_nbytes))
         host.on_backward(self._unpack, reads=False)
         yield  # the other half computes while the counts travel
         counting.wait()
-        host.communicate(lambda: half.message("all_gather", "ex", half.counts_joined_nbytes, label))
-        host.read_result()  # the numbers of rows
+        if counts:
+            host.communicate(lambda: half.message("all_gather", "ex", half.counts_joined_nbytes, label))
+            host.read_result()  # the numbers of rows
         self.entering = host.move(
             "expert",
             lambda: half.all_to_all(half.dispatch_nbytes, half.dispatch_sent_nbytes, label, "expert"),
@@ -357,7 +359,7 @@ class PlannedExperts:
         host.on_backward(self._run_backward)
 
     def _multiply(self, equation: str, m: int, k: int, n: int) -> None:
-        parts, sent = self.half.expert_parts, self.host.structure.folded
+        parts, sent = self.half.expert_parts, self.host.structure.sends
         product = MatmulOp(f"{equation} {self.label}", m, k, n, equation == "E3", parts, sent)
         for _ in self.names:
             self.host.compute(product)

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
-from math import prod
+from math import ceil, prod
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -169,6 +169,7 @@ class Structure:
         self.over_x, self.over_y = "x" in axes, "y" in axes
         self.cuts_rest = self.sharded and self.over_x  # x cuts tokens at rest
         self.cuts_inner = self.sharded and self.over_y  # y cuts features inside a sublayer, beyond x
+        self.sends = "expert" in axes or "ex" in axes  # tokens go to their experts
         self.folded = any(axis in FOLD_SIZES for axis in axes)  # experts are cut in a way of their own
         self.gathers_weights = GATHERED in axes
         self.gathers_experts = ("ez" if self.folded else GATHERED) in axes
@@ -490,6 +491,9 @@ class LocalSizes:
         x, ranks, own = shape.x, shape.expert, self.coords["expert"]
         rows = self.m_rest if structure.sharded else part(self.m, x, self.coords["x"])  # that this rank sends
         pairs, experts = rows * config.top_k, config.experts
+        self.sent_pairs, room = pairs, self._room() if self.policy.pad_experts and structure.sends else 0
+        if room:  # as many rows for every expert
+            pairs = experts * room
         shares = [chunk(experts, ranks, rank) for rank in range(ranks)]
 
         def pairs_of(share: range) -> int:
@@ -504,7 +508,6 @@ class LocalSizes:
         self.pairs = joined
         busy = len(shares[own]) if per_expert else max(0, min(shares[own].stop, pairs) - shares[own].start)
         self.expert_parts = max(1, busy)
-        self.sent_pairs = pairs
         wide = structure.wide_itemsize
         row = self.k * item
         scored = row + wide  # the bits of p travel in further columns
@@ -518,7 +521,7 @@ class LocalSizes:
         self.counts_nbytes = max(experts, count * ranks) * ID_NBYTES
         self.counts_sent_nbytes = (experts - count) * ID_NBYTES
         self.counts_joined_nbytes = shape.ex * ranks * count * ID_NBYTES
-        self.sent_stream_nbytes = pairs * row  # a row for each pair of this rank
+        self.sent_stream_nbytes = self.sent_pairs * row  # a row for each pair of this rank
         self.packed_nbytes = pairs * scored
         self.arrived_stream_nbytes, self.arrived_packed_nbytes = arrived * row, arrived * scored
         self.joined_nbytes, self.joined_scores_nbytes = joined * row, joined * wide
@@ -526,6 +529,18 @@ class LocalSizes:
         # whole along x again, where activations are not sharded
         self.own_scores_nbytes = part(self.m, x, 0) * x * config.top_k * wide
         self.own_stream_nbytes = part(self.m, x, 0) * x * row
+
+    def _room(self) -> int:
+        """Return how many rows are sent for each expert where these are padded (`nn.router.most_of_an_expert`)."""
+        config, seq = self.config, self.seq
+        if not config.capacity or self.shape.context > 1 or self.documents is not None:
+            raise ValueError(
+                "pad_experts=True sends as many rows as the capacity of experts allows: it needs model.capacity, rows "
+                "of one document each and a grid without context; use pad_experts=False (policy.pad_experts)"
+            )
+        rows = -(-self.m // self.shape.x)
+        begun = min(self.rows, -(-(rows - 1) // seq) + 1)
+        return min(rows, begun * ceil(config.capacity * seq * config.top_k / config.experts))
 
     @cached_property
     def _segments(self) -> int:
