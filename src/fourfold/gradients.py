@@ -452,14 +452,13 @@ class Gradients:
         """Add a place's gradient of a whole parameter, which is equal on all ranks of the place."""
         self.expect_end()
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        if spec.view is not CUTS:  # the ranks that hold its parts are not those of one place
-            for axis in BATCH:
-                gradient = comm.all_reduce(gradient, self.grid, axis, label=name).wait()
-            counts = all(self.grid.coords[axis] == 0 for axis in (*spec.owes, spec.gathered))
-        else:
-            counts = all(self.grid.coords[axis] == 0 for axis in spec.owes if axis not in BATCH)
-        if not counts:
-            gradient = torch.zeros_like(gradient)  # several ranks have it; the owed sum must count it once
+        folded = spec.view is not CUTS
+        within = ("x",) if folded else [axis for axis in spec.owes if axis not in BATCH]
+        if any(self.grid.coords[axis] for axis in within):
+            gradient = torch.zeros_like(gradient)  # all ranks of the place have it; the owed sum must count it once
+        # the ranks that hold parts of the same experts are not those of one place
+        for axis in ("expert", "ex") if folded else ():
+            gradient = comm.all_reduce(gradient, self.grid, axis, label=name).wait()
         part = spec.storage.compute.take(gradient, self.grid)
         own = part.to(self.policy.reduce_dtype or parameter.dtype, copy=True).contiguous()
         if spec.gathered not in spec.storage.axes:

@@ -12,6 +12,7 @@ reads a stale value.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
 from fourfold import comm
+from fourfold.axes import FOLD
 from fourfold.engine import in_backward
 from fourfold.grid import Grid
 from fourfold.layout import Layout, Spec
@@ -196,10 +198,23 @@ def whole_over_pipe(
 
 def read_whole(tensor: DTensor) -> Tensor:
     """Gather a tensor for an operation that autograd records, and announce that the parameter gets a gradient."""
+    if isinstance(tensor, ShardedParameter) and tensor.spec.view is FOLD:
+        _require_same_expert_weights(tensor)
     owner = tensor.gradients() if isinstance(tensor, ShardedParameter) and not in_backward() else None
     if owner is not None:
         owner.forward_pass.read(id(tensor))
     return whole_tensor(tensor)
+
+
+def _require_same_expert_weights(parameter: ShardedParameter) -> None:
+    """Raise unless all ranks that hold parts of the same experts are about to gather this parameter."""
+    along = ("expert", "ex", "ez")
+    if not comm.equal_along(zlib.crc32(parameter.label.encode()), parameter.grid, along):
+        raise RuntimeError(
+            f"{parameter.label} is read here outside of its layer, and another parameter on another rank along "
+            f"{', '.join(along)}: parts of it lie on all of these, so they must read the same parameters in the same "
+            "order; let every place compute the same terms, or use a grid without a fold"
+        )
 
 
 def adopt(parameter: nn.Parameter, spec: Spec, grid: Grid) -> None:

@@ -12,13 +12,14 @@ import torch
 import checkpoints
 import fourfold as ff
 from fourfold import comm
+from fourfold.models.generate import generate
 from fourfold.nn.dispatch import Dispatch, Pairs
 from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from fourfold.shape import Shape
 from harness import grid_of, join_shards
-from mixtures import batch, expected, mixture, packed_errors, packed_step, step_on
+from mixtures import batch, expected, mixture, packed, packed_errors, packed_step, step_on
 from parity import Case, Options, errors, on_one_process, on_ranks
 from share import others_slow
 
@@ -325,6 +326,51 @@ def test_padded_rows_need_no_counts(ranks) -> None:
     assert padded == [str(taken * (24 + 1) * 8), str(taken * 24 * 8)]
 
 
+def penalized(shape: Shape, only_first: bool) -> dict[str, torch.Tensor]:
+    """Return gradients with a penalty on expert weights, on all places or on those with the first replica alone."""
+    grid = grid_of(shape)
+    model = ff.models.build(mixture(layers=1), grid, dtype=torch.float64, seed=5)
+    tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
+    loss, places = model(tokens, targets), shape.data if only_first else 1
+    if not only_first or grid.coords["data"] == 0:
+        for weight in (model.layers[0].mlp.gate, model.layers[0].mlp.down):
+            loss = loss + places * 0.1 * (weight**2).sum()
+    loss.backward()
+    specs = specs_of(model)
+    return {name: join_shards(local_of(p.grad), specs[name], grid) for name, p in model.named_parameters()}
+
+
+PENALIZED = [
+    (Shape(z=2, data=2, expert=2), True),
+    (Shape(x=2, z=2, expert=2, ez=2), False),
+    (Shape(y=2, data=2, expert=2), False),
+    (Shape(x=2, data=2, ex=2), False),
+    (Shape(x=2, z=2, expert=2, order=("z", "x", "y", "data")), False),
+]
+
+
+@pytest.mark.parametrize("case", others_slow(PENALIZED, 3), ids=str)
+def test_a_penalty_on_expert_weights_counts_once(ranks, case: tuple[Shape, bool]) -> None:
+    alone = penalized(Shape(), False)
+    for found in ranks(4).run(penalized, *case):
+        for name, gradient in alone.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def read_apart() -> str:
+    grid = grid_of(Shape(data=2, expert=2))
+    moe = ff.models.build(mixture(layers=1), grid, dtype=torch.float64, seed=5).layers[0].mlp
+    with pytest.raises(RuntimeError, match="must read the same parameters in the same order") as refused:
+        ((moe.gate if grid.rank == 0 else moe.up) ** 2).sum()
+    return str(refused.value)
+
+
+def test_ranks_that_read_different_expert_weights_are_told(ranks) -> None:
+    first, second = ranks(2).run(read_apart)
+    assert "layers.0.mlp.gate is read here" in first
+    assert "layers.0.mlp.up is read here" in second
+
+
 def muted_step(shape: Shape) -> bool:
     grid = grid_of(shape)
     model = ff.models.build(mixture(), grid, dtype=torch.float64, seed=5)
@@ -356,10 +402,14 @@ def test_folds_that_do_not_divide_are_refused(sizes: dict[str, int], message: st
 
 
 def folded_without_experts() -> None:
-    grid = grid_of(Shape(z=2, expert=2))
-    model = ff.models.build(mixture(), grid, policy=Policy(pad_experts=True), dtype=torch.float64)
-    with pytest.raises(ValueError, match="pad_experts=True"):
-        model(*(ff.local_rows(whole, grid) for whole in batch()))
+    grid, padded = grid_of(Shape(z=2, expert=2)), Policy(pad_experts=True)
+    with pytest.raises(ValueError, match="capacity=0 has no limit"):
+        ff.models.build(mixture(), grid, policy=padded)
+    model = ff.models.build(mixture(capacity=1.0), grid, policy=padded, dtype=torch.float64)
+    rows = [ff.local_rows(part, grid) for part in packed("documents") if part is not None]
+    with pytest.raises(ValueError, match="rows of one document each on grids without context"):
+        model(*rows[:2], positions=rows[2])
+    assert len(generate(model, [[1, 2, 3], [4, 5]], 2)) == 2  # nothing is dropped, so nothing is padded
     with pytest.raises(ValueError, match="is folded for experts, and the model has none; leave out expert"):
         ff.models.build("gpt-tiny", grid_of(Shape(z=2, expert=2)))
     with pytest.raises(ValueError, match="expert_hidden=25 is not divisible by ex=2"):

@@ -236,6 +236,11 @@ class MoE(Layer):
         self.features, self.hidden, self.routing = features, hidden, routing
         self.folded = folded = grid.shape.folded
         """Whether tokens are sent to their experts."""
+        if folded and policy.pad_experts and not routing.capacity:
+            raise ValueError(
+                "pad_experts=True (policy.pad_experts of a run) sends as many rows as the capacity of experts allows, "
+                "and capacity=0 has no limit; give the model a capacity, or use pad_experts=False"
+            )
         across = "ex" if folded else "x"
         require_divisible(self, "features", features, ("y",))
         require_divisible(self, "hidden", hidden, (across, "y") if policy.activations == "sharded" else (across,))
@@ -311,7 +316,8 @@ class MoE(Layer):
             if sequences is not None and sequences.real is not None:
                 every = every.masked_fill(~sequences.real[:, None], experts)
             chosen = rows_here(site, every, experts)
-            room = most_of_an_expert(self.routing, sequences, site) if self.policy.pad_experts else 0
+            if self.policy.pad_experts and sequences is not None and sequences.limited:
+                room = most_of_an_expert(self.routing, sequences, site)
         dispatch = Dispatch(Pairs(chosen, experts), experts, site, room)
         return Sent(dispatch, (yield from dispatch.turns(a, scores)))
 

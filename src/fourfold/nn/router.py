@@ -230,16 +230,15 @@ class SequenceCounts:
         return sums[self._shared.end] - first
 
 
-def most_of_an_expert(routing: Routing, sequences: Sequences | None, site: OpContext) -> int:
+def most_of_an_expert(routing: Routing, sequences: Sequences, site: OpContext) -> int:
     """Return how many pairs of an expert the tokens of one rank can have that it takes.
 
     Neighbouring tokens of a rank lie in few sequences, of each of which the expert takes `capacity T K / E` pairs.
     """
-    if sequences is None or not sequences.each or not sequences.limited or not routing.capacity:
+    if not sequences.each:
         raise ValueError(
-            f"{site.label}: pad_experts=True sends as many rows as the capacity of experts allows, which it knows for "
-            "rows of one document each, in a model with capacity, outside of dropless() and on grids without context; "
-            "use pad_experts=False (policy.pad_experts of a run)"
+            f"{site.label}: pad_experts=True sends as many rows as the capacity of experts allows, which is known for "
+            "rows of one document each on grids without context; use pad_experts=False (policy.pad_experts of a run)"
         )
     rows = -(-site.tokens // site.x)  # also where x repeats tokens, of which each rank then sends a part
     begun = min(sequences.tokens // sequences.each, -(-(rows - 1) // sequences.each) + 1)
