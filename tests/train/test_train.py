@@ -733,7 +733,12 @@ def test_weights_and_biases_gets_what_the_file_gets(tmp_path: Path, monkeypatch:
         sink.close()
     started, logged, finished = calls
     assert started[1]["project"] == "project"
-    assert started[1]["config"]["log"] == {"tensorboard": False, "wandb": "project", "peak_flops": None}
+    assert started[1]["config"]["log"] == {
+        "tensorboard": False,
+        "wandb": "project",
+        "peak_flops": None,
+        "transitions_every": 100,
+    }
     assert logged == ("log", (3, {"step/loss": 1.5, "step/wire_bytes/x": 7.0, "step/skipped": 0.0}))
     assert finished == ("finish", None)
 
