@@ -34,7 +34,7 @@ def main() -> None:
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         print(f"{name} on {case.shape.world} ranks: {collectives} collectives, {seconds:.1f} s ({cpu:.1f} s of a core)")
     programs, cut = [*test_program.cases(), *test_program.context_cases()], test_program.cut_cases()
-    programs += [*test_program.mixture_cases(), *test_program.fold_cases()]
+    programs += [*test_program.unfolded_mixtures(), *test_program.folded_mixtures()]
     for case in programs:
         test_program.compare(*case)
     for case in cut:

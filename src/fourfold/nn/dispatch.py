@@ -148,7 +148,7 @@ class Dispatch:
             return lambda: (rows, p)
         if counting is None:
             here = [[self.room] * self.own] * len(self.shares)
-            self._plan(self._noted([self.room] * sum(self.shares), [here] * self.grid.size("ex")), _kept_tables)
+            self._plan(self._noted([self.room] * sum(self.shares), [here] * self.grid.size("ex")))
             packed = Conjugate.apply(packed, self._into_room, self._out_of_room)
         else:
             self._plan(counting())
@@ -236,7 +236,7 @@ class Dispatch:
 
         return on_host
 
-    def _plan(self, counts: list[list[list[int]]], tables: Callable[..., tuple[Tensor, Tensor]] | None = None) -> None:
+    def _plan(self, counts: list[list[list[int]]]) -> None:
         """Work out what is sent, and in which order rows are multiplied, from the counts by ex, source and expert."""
         mine = counts[self.grid.coords["ex"]]
         self.taken = [sum(of_source) for of_source in mine]
@@ -251,7 +251,8 @@ class Dispatch:
                     by_expert[expert] += length
                     begin += length
         in_turn = tuple((begin, length) for _, begin, length in sorted(runs))
-        self.ends, self.order = (tables or _tables)(tuple(by_expert), in_turn, self.order.device)
+        tables = _kept_tables if self.room else _tables
+        self.ends, self.order = tables(tuple(by_expert), in_turn, self.order.device)
 
     # --- room
 

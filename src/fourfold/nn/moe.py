@@ -170,6 +170,22 @@ class ExpertProduct(torch.autograd.Function):
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
+def multiply_experts(
+    layer: Layer,
+    names: tuple[str, ...],
+    a: Tensor,
+    ends: Tensor,
+    again: tuple[Tensor, Body] | None = None,
+    pairs: Pairs | None = None,
+    per_token: Literal["input", "output", "neither"] = "neither",
+) -> Tensor:
+    """Run the product of a layer's weights; `again` says from what and how backward gathers the input again."""
+    keep = keeps_weights(layer, layer.member(names[0]))
+    factor = ExpertFactor(layer.group(*names), ends, keep, pairs, per_token)
+    kept, reread = (a, identity) if again is None else again
+    return ExpertProduct.apply(factor, reread, a, kept.detach(), *(getattr(layer, name) for name in names))
+
+
 @dataclass(frozen=True, slots=True)
 class Routed:
     """What the experts of a mixture read, on its way to the place: the stream, and the choice of its tokens."""
@@ -340,9 +356,9 @@ class MoE(Layer):
         pairs = Pairs(ids, self.routing.experts)
         rereads = entering.travels and site.sharded and not self.policy.keep_gathered
         again = (routed.a, site.gather_tokens) if rereads else None
-        out = self._product(("gate", "up"), whole, pairs.ends, again, pairs, "input")
+        out = multiply_experts(self, ("gate", "up"), whole, pairs.ends, again, pairs, "input")
         hidden, again = yield from self._hidden(out, pairs.sort(scores), site)
-        out = self._product(("down",), hidden, pairs.ends, again, pairs, "output")
+        out = multiply_experts(self, ("down",), hidden, pairs.ends, again, pairs, "output")
         return out if self.shared is None else out + (yield from self.shared.turns(a, tokens))
 
     def _of_fold(self, a: Tensor, tokens: int, sent: Sent) -> Turns[Returning]:
@@ -351,9 +367,9 @@ class MoE(Layer):
         shared = None if self.shared is None else (yield from self.shared.turns(a, tokens))
         yield
         rows, p = sent.land()
-        out = self._product(("gate", "up"), rows, dispatch.ends)
+        out = multiply_experts(self, ("gate", "up"), rows, dispatch.ends)
         hidden, again = yield from self._hidden(out, p, dispatch.site)
-        return Returning(dispatch, self._product(("down",), hidden, dispatch.ends, again), shared)
+        return Returning(dispatch, multiply_experts(self, ("down",), hidden, dispatch.ends, again), shared)
 
     def _known(self, ids: Tensor) -> Tensor:
         """Return ids of experts that have arrived; nothing arrives on a muted grid, so there they become any."""
@@ -400,18 +416,3 @@ class MoE(Layer):
             yield
         rereads = collecting.travels and site.sharded and not self.policy.keep_gathered
         return collecting.wait(), (hidden, partial(site.gather_features, widths=[self.width])) if rereads else None
-
-    def _product(
-        self,
-        names: tuple[str, ...],
-        a: Tensor,
-        ends: Tensor,
-        again: tuple[Tensor, Body] | None = None,
-        pairs: Pairs | None = None,
-        per_token: Literal["input", "output", "neither"] = "neither",
-    ) -> Tensor:
-        """Run the product of these weights; `again` says from what and how backward gathers the input again."""
-        keep = keeps_weights(self, self.member(names[0]))
-        factor = ExpertFactor(self.group(*names), ends, keep, pairs, per_token)
-        kept, reread = (a, identity) if again is None else again
-        return ExpertProduct.apply(factor, reread, a, kept.detach(), *(getattr(self, name) for name in names))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,8 @@ from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Spec
 from fourfold.nn.dispatch import Pairs
 from fourfold.nn.layer import Layer
-from fourfold.nn.linear import keeps_weights
-from fourfold.nn.moe import CONTRACTS, EXPANDS, ExpertFactor, ExpertProduct
-from fourfold.operators import Body, OpContext, collect, enter, identity, leave, spread
+from fourfold.nn.moe import CONTRACTS, EXPANDS, multiply_experts
+from fourfold.operators import OpContext, collect, enter, leave, spread
 from fourfold.policy import Policy
 from fourfold.wrap.adapters import LayerAdapter, LayerParameter, PlainSlice
 from fourfold.wrap.detect import ExpertsForm
@@ -55,8 +54,8 @@ class Experts(Layer):
         entering = enter(a, site)
         whole = entering.wait()
         width = self.form.hidden // site.x
-        again = (a, site.gather_tokens) if self._rereads(site, travels=entering.travels) else (whole, identity)
-        out = self._product("input", pairs, ("gate", "up"), whole, *again)
+        again = (a, site.gather_tokens) if self._rereads(site, travels=entering.travels) else None
+        out = multiply_experts(self, ("gate", "up"), whole, pairs.ends, again, pairs, "input")
         hidden = kernels.region(kernels.swiglu, a, compiled=self.policy.compile)(
             spread(out, site, [width, width]).wait()
         )
@@ -64,8 +63,8 @@ class Experts(Layer):
         collecting = collect(hidden, site, width)
         joined = collecting.wait()
         features = partial(site.gather_features, widths=[width])
-        again = (hidden, features) if self._rereads(site, travels=collecting.travels) else (joined, identity)
-        return leave(self._product("output", pairs, ("down",), joined, *again), site).wait()
+        again = (hidden, features) if self._rereads(site, travels=collecting.travels) else None
+        return leave(multiply_experts(self, ("down",), joined, pairs.ends, again, pairs, "output"), site).wait()
 
     def _rereads(self, site: OpContext, *, travels: bool) -> bool:
         """Return whether backward gathers an input again, of which it keeps the part that this rank holds at rest."""
@@ -80,20 +79,6 @@ class Experts(Layer):
             return site.sum_y(owed).wait() if site.sharded and site.y > 1 else owed
 
         return conjugate(weights, torch.clone, back) if site.x * site.y > 1 else weights
-
-    def _product(
-        self,
-        per_token: Literal["input", "output"],
-        pairs: Pairs,
-        names: tuple[str, ...],
-        a: Tensor,
-        kept: Tensor,
-        reread: Body,
-    ) -> Tensor:
-        """Run the product of these weights; backward gathers the input again from `kept` by `reread`."""
-        keep = keeps_weights(self, self.member(names[0]))
-        factor = ExpertFactor(self.group(*names), pairs.ends, keep, pairs, per_token)
-        return ExpertProduct.apply(factor, reread, a, kept.detach(), *(getattr(self, name) for name in names))
 
 
 class ExpertsAdapter(LayerAdapter[Experts]):
