@@ -161,7 +161,8 @@ class FourfoldBlock:
         return out.detach(), da
 
     def _turns(self, part: Tensor) -> Turns[Tensor]:
-        leaving = self.layer.leave((yield from self.layer.turns(part, self.tokens)), self.tokens)
+        routed = yield from self.layer.route(part, self.tokens)
+        leaving = self.layer.leave((yield from self.layer.turns(part, self.tokens, routed)), self.tokens)
         yield  # the other half computes while the outputs travel back
         return leaving.wait()
 
