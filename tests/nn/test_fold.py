@@ -12,9 +12,11 @@ import torch
 import checkpoints
 import fourfold as ff
 from fourfold import comm
+from fourfold.layout import chunk
 from fourfold.models.generate import generate
-from fourfold.nn.dispatch import Dispatch, Pairs
+from fourfold.nn.dispatch import Dispatch
 from fourfold.nn.layer import specs_of
+from fourfold.nn.router import Routing
 from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from fourfold.shape import Shape
@@ -247,61 +249,66 @@ CHOICES = [[0, 1], [0, 2], [3, 1], [2, 3]]
 
 
 def send_and_return() -> tuple[int, int, list[int]]:
-    """Send four tokens of eight features to four experts on two ranks, and what they are, doubled, back.
+    """Send four tokens of eight features to four experts on two ranks, and what they are, doubled and weighted, back.
 
-    Returns the bytes that went out and came back besides counts, and where the rows of each expert end.
+    Returns the bytes that went out and came back besides counts, and where the pairs of each expert end.
     """
     grid = grid_of(Shape(z=2, expert=2))
     site = ff.models.build(mixture(), grid, seed=5).layers[0].mlp.site(4)
     a = torch.arange(32.0).view(4, 8) + 100 * grid.rank
     scores = torch.tensor([[0.5, 0.25]]).expand(4, 2)
-    dispatch = Dispatch(Pairs(torch.tensor(CHOICES), 4), 4, site)
+    dispatch = Dispatch(Routing(4, 2), site)
     before = grid.ledger.wire_bytes["expert"]
-    rows, p = site.engine.alone(dispatch.turns(a, scores))()
-    out = grid.ledger.wire_bytes["expert"] - before - 2 * 8  # counts of two experts elsewhere
-    found = dispatch.combine(dispatch.returning(2 * rows * p).wait())
+    arrived = site.engine.alone(dispatch.turns(a, scores, torch.tensor(CHOICES)))()
+    out = grid.ledger.wire_bytes["expert"] - before - 2 * 8  # rows and pairs for the other rank
+    weighted = 2 * arrived.pairs.pick(arrived.a) * arrived.pairs.sort(arrived.p)
+    found = dispatch.combine(dispatch.returning(arrived.pairs.combine(weighted)).wait())
     assert torch.equal(found, 1.5 * a)
-    return out, grid.ledger.wire_bytes["expert"] - before - 2 * 8 - out, dispatch.ends.tolist()
+    return out, grid.ledger.wire_bytes["expert"] - before - 2 * 8 - out, arrived.pairs.ends.tolist()
 
 
-def test_four_of_eight_pairs_leave_a_rank_with_their_scores_and_come_back(ranks) -> None:
+def test_three_of_four_tokens_leave_a_rank_once_each_with_their_choices_and_come_back(ranks) -> None:
     first, second = ranks(2).run(send_and_return)
-    assert first == (4 * (8 * 4 + 4), 4 * 8 * 4, [4, 8])  # experts 0 and 1, two pairs of each rank for each
+    assert first == (3 * (8 * 4 + 2 * (4 + 4)), 3 * 8 * 4, [4, 8])  # experts 0 and 1, two pairs of each rank for each
     assert second == first
 
 
 def sent_in_a_step(shape: Shape) -> list[dict[str, Any]]:
-    """Return, for each pass through the one mixture, what was sent over expert and how many pairs had to be."""
-    grid, plans = grid_of(shape), []
+    """Return, for each pass through the one mixture, what was sent over expert and how many rows had to be."""
+    grid, sent = grid_of(shape), []
     model = ff.models.build(mixture(layers=1), grid, dtype=torch.float64, seed=5)
     tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
-    plan = Dispatch._plan
+    turns = Dispatch.turns
 
-    def noting(self: Dispatch, counts: Any) -> None:
-        plan(self, counts)
-        plans.append(self)
+    def noting(self: Dispatch, a: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> Any:
+        sent.append((self, ids.tolist()))
+        return turns(self, a, scores, ids)
 
-    with mock.patch.object(Dispatch, "_plan", noting):
+    with mock.patch.object(Dispatch, "turns", noting):
         before = grid.ledger.wire_bytes["expert"]
         loss = model(tokens, targets)
         there = grid.ledger.wire_bytes["expert"] - before
         loss.backward()
-    (dispatch,) = plans
-    own = grid.coords["expert"]
-    out, back = (sum(rows) - rows[own] for rows in (dispatch.sent, dispatch.taken))
+    ((dispatch, chosen),) = sent
+    ranks, own = grid.size("expert"), grid.coords["expert"]
+    shares = [chunk(5, ranks, rank) for rank in range(ranks)]
+    of_token = [{next(r for r in range(ranks) if each in shares[r]) for each in ids} for ids in chosen]
+    out = sum(len(destinations - {own}) for destinations in of_token)
+    assert list(dispatch.counts.sent) == [sum(rank in each for each in of_token) for rank in range(ranks)]
+    back = sum(dispatch.counts.taken) - dispatch.counts.taken[own]
     return [
         dict(forward=there, backward=grid.ledger.wire_bytes["expert"] - before - there),
-        dict(out=out, back=back, elsewhere=5 - dispatch.own, width=24 // shape.y),
+        dict(out=out, back=back, counts=2 * (ranks - 1), width=24 // shape.y),
     ]
 
 
 @pytest.mark.parametrize("shape", others_slow([Shape(x=2, z=2, expert=4), Shape(y=2, z=2, expert=2)], 2), ids=str)
-def test_the_bytes_of_dispatch_and_combine_follow_from_the_counts(ranks, shape: Shape) -> None:
+def test_the_bytes_of_dispatch_and_combine_follow_from_the_choices(ranks, shape: Shape) -> None:
     for measured, counted in ranks(shape.world).run(sent_in_a_step, shape):
-        out, back, row = counted["out"], counted["back"], 8 * counted["width"]
+        out, back, row, choices = counted["out"], counted["back"], 8 * counted["width"], 2 * (8 + 8)
         assert out
-        assert measured["forward"] == out * (row + 8) + back * row + 8 * counted["elsewhere"]
-        assert measured["backward"] == back * (row + 8) + out * row
+        assert measured["forward"] == out * (row + choices) + back * row + 8 * counted["counts"]
+        assert measured["backward"] == back * (row + choices) + out * row
 
 
 def waits_of(pad_experts: bool) -> tuple[list[str], list[str]]:
@@ -322,8 +329,8 @@ def test_padded_rows_need_no_counts(ranks) -> None:
     assert "policy.pad_experts" in why[0]
     assert nothing == [""]
     limit = -(-12 * 2 // 5)  # of a row of 12 tokens an expert takes 5 pairs, of 4 rows 20
-    taken = 3 * 2 * 4 * limit  # rank 0 holds 3 of 5 experts, and takes more than it sends
-    assert padded == [str(taken * (24 + 1) * 8), str(taken * 24 * 8)]
+    rows = 2 * min(4 * 12, 3 * 4 * limit)  # to two ranks of 3 and 2 experts, at most every token
+    assert padded == [str(rows * (24 + 2 * 2) * 8), str(rows * 24 * 8)]
 
 
 def penalized(shape: Shape, only_first: bool) -> dict[str, torch.Tensor]:

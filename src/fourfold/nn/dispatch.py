@@ -1,33 +1,32 @@
 """The way of tokens to the ranks that hold their experts, and back, on a folded grid.
 
-At rest every rank has tokens that no other rank with its y coordinate has. It sends a row for each pair of a token and
-one of its experts, and the same row comes back from the expert. In the notation of `moe`, with P pairs of this rank and
-R pairs that arrive at its experts:
+At rest every rank has tokens that no other rank with its y coordinate has. It sends a token once to each rank that
+holds some of its experts, however many these are, and gets one row back, the sum over those experts. In the notation of
+`moe`, with S rows that this rank sends and R rows that arrive at its experts:
 
-    at rest    a [m/(zx), k/y], p and ids [m/(zx), K]; pairs sorted by expert, then by token
-    counts     how many pairs each rank has for each expert: an all-to-all of E numbers, which the host waits for
-    send       a and p of each pair, [P, k/y + 1] -> [R, k/y + 1]                          all-to-all over expert
+    at rest    a [m/(zx), k/y], p and ids [m/(zx), K]
+    rows       each token with each rank that has some of its experts, by rank, then by token
+    counts     the rows for each rank, and their pairs with its experts: an all-to-all, which the host waits for
+    send       a, p and ids of each row, [S, k/y + 2K] -> [R, k/y + 2K]                    all-to-all over expert
     join       the rows of all ranks that share the width of the same experts              all-gather over ex
-    sort       by expert, then by the rank that they come from
-      the products of the experts
+      the products of the pairs of these rows with experts here, and their sums by row
     part       the sums over ex, of the rows that came to this rank                        reduce-scatter over ex
-    return     [R, k/y] -> [P, k/y]                                                        all-to-all over expert
-    combine    out[t] = sum_j o[t, j] in the order of j, [m/(zx), k/y]                     E19
+    return     [R, k/y] -> [S, k/y]                                                        all-to-all over expert
+    combine    out[t] = the sum over the ranks of token t, [m/(zx), k/y]                   E19
 
-The bits of p travel in further columns of the rows. Backward sends along the same ways in the other direction. Where
-expert and ex have one rank each, pairs only come in turn by expert: nothing is counted or sent.
+The bits of p and ids travel in further columns of the rows. Backward sends along the same ways in the other direction.
+Where expert and ex have one rank each, tokens stay: nothing is counted or sent.
 
-With room C for the pairs of a rank and an expert, which a capacity gives, every rank sends C rows for each expert, of
-which the last ones may be empty. All numbers of rows are known beforehand: there are no counts, the host does not wait,
-and a CUDA graph can contain the step.
+If a capacity limits the pairs of a rank's tokens with an expert, every rank can send the most rows to each rank that
+may ever be needed, of which the last ones may be empty. All numbers of rows are known beforehand: there are no counts,
+the host does not wait, and a CUDA graph can contain the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from itertools import accumulate, pairwise
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,30 +37,74 @@ from fourfold.comm import Pending
 from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.layout import chunk
+from fourfold.nn.router import Routing
 from fourfold.operators import AsyncResult, Conjugate, OpContext, Ready, once_differentiable
+
+WHOLE_NUMBERS = {4: torch.int32, 8: torch.int64}
+"""The dtype in which ids travel, by the bytes of a score."""
 
 
 class Pairs:
-    """Tokens with one of their experts each, sorted by expert and then by token."""
+    """Tokens with one of their destinations each, sorted by destination and then by token.
 
-    def __init__(self, ids: Tensor, experts: int) -> None:
-        """`ids` [tokens, K] are the experts of each token; a pair with the id `experts` goes nowhere and comes last."""
+    Destinations are experts, or ranks that hold some.
+    """
+
+    def __init__(self, ids: Tensor, number: int) -> None:
+        """`ids` [tokens, K] are the destinations of each token; a pair with the id `number` goes nowhere.
+
+        If there may be such pairs, `keep` or `pad` must be called.
+        """
         tokens, self.chosen = ids.shape
+        self.number = number
         flat = ids.flatten()
         self.order = flat.argsort(stable=True)
         """The place of each pair among the pairs by token, [P]."""
         self.back = torch.empty_like(self.order)
         self.back[self.order] = torch.arange(tokens * self.chosen, device=ids.device)
-        self.tokens = self.order // self.chosen
-        """The token of each pair."""
-        limits = torch.arange(1, experts + 1, device=ids.device)
+        """The inverse: which pair each choice of a token is, [m K]."""
+        self.goes: Tensor | None = None
+        """Which choices go somewhere, [m K]; None for all."""
+        limits = torch.arange(1, number + 1, device=ids.device)
         self.ends = torch.searchsorted(flat[self.order], limits).to(torch.int32)
-        """Where the pairs of each expert end, [E]."""
+        """Where the pairs of each destination end, [destinations]."""
 
     @property
     def counts(self) -> Tensor:
-        """The number of pairs of each expert, [E]."""
+        """The number of pairs of each destination."""
         return torch.diff(self.ends, prepend=self.ends.new_zeros(1)).long()
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each pair, [P]."""
+        return self.order // self.chosen
+
+    def keep(self, most: int) -> Pairs:
+        """Keep `most` pairs: all that go somewhere, and perhaps further ones, which count with 0."""
+        self._leave_out(self._total.clamp(max=most))
+        self.order = self.order[:most]
+        self.ends[-1:] = most
+        return self
+
+    def pad(self, room: int) -> Tensor:
+        """Make the pairs of each destination `room` many by empty ones, which count with 0; return which are."""
+        counts, ends, places = self.counts[:, None], self.ends, torch.arange(room, device=self.order.device)
+        begin = ends[:, None] - counts
+        self._leave_out(self._total)
+        destination = torch.searchsorted(ends, self.back, right=True).clamp(max=self.number - 1)
+        self.back = (self.back - begin[destination, 0] + destination * room).masked_fill(~self.goes, 0)
+        self.order = self.order[(begin + places).clamp(max=len(self.order) - 1).flatten()]
+        self.ends = room * torch.arange(1, self.number + 1, dtype=torch.int32, device=ends.device)
+        return (places >= counts).flatten()
+
+    @property
+    def _total(self) -> Tensor:
+        """How many pairs go somewhere; 0 if there is no destination."""
+        return self.ends[-1:].sum()
+
+    def _leave_out(self, end: Tensor) -> None:
+        self.goes = self.back < end
+        self.back = self.back.masked_fill(~self.goes, 0)
 
     def pick(self, a: Tensor) -> Tensor:
         """Return the rows of the pairs, [m, w] -> [P, w]."""
@@ -69,157 +112,172 @@ class Pairs:
 
     def combine(self, of_pairs: Tensor) -> Tensor:
         """Return the sum over each token's pairs in the order of its choices, [P, w] -> [m, w] (E19)."""
-        rows = of_pairs.index_select(0, self.back).view(-1, self.chosen, of_pairs.shape[1])
-        total = rows[:, 0].clone()
-        for choice in range(1, self.chosen):
-            total += rows[:, choice]
-        return total
+        if not of_pairs.shape[0]:
+            return of_pairs.new_zeros(len(self.back) // self.chosen, of_pairs.shape[1])
+        choices = self.back.view(-1, self.chosen)
+        counted = None if self.goes is None else self.goes.view(choices.shape).to(of_pairs.dtype)
+        return functional.embedding_bag(choices, of_pairs, mode="sum", per_sample_weights=counted)
 
     def sort(self, by_token: Tensor) -> Tensor:
         """Return values of pairs by token, [m, K], in the order of the pairs, [P, 1]."""
-        return Conjugate.apply(
-            by_token,
-            lambda values: values.flatten()[self.order][:, None],
-            lambda gradient: gradient.flatten()[self.back].view(-1, self.chosen),
-        )
+        return Conjugate.apply(by_token, self._in_order, self._by_token)
+
+    def _in_order(self, values: Tensor) -> Tensor:
+        values = values.flatten() if self.goes is None else values.flatten() * self.goes
+        return values[self.order][:, None]
+
+    def _by_token(self, gradient: Tensor) -> Tensor:
+        found = gradient.flatten()[self.back]
+        return (found if self.goes is None else found * self.goes).view(-1, self.chosen)
 
 
-class PackScores(torch.autograd.Function):
-    """Forward writes the bits of p behind each row, [P, w] and [P, 1] -> [P, w + c]; backward reads them out."""
+class Pack(torch.autograd.Function):
+    """Forward writes the bits of p and of ids behind each row; backward reads the gradients of rows and p out.
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, p: Tensor) -> Tensor:
-        ctx.width, ctx.dtype = rows.shape[1], p.dtype
-        return torch.cat([rows, p.contiguous().view(rows.dtype)], dim=1)
+        a [S, w], p [S, K] and ids [S, K] -> [S, w + c]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return gradient[:, : ctx.width], gradient[:, ctx.width :].contiguous().view(ctx.dtype)
-
-
-class UnpackScores(torch.autograd.Function):
-    """The inverse of `PackScores`."""
+    Ids are written plus 1, so that a row of zeros has no expert.
+    """
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # noqa: ARG004
-        return packed[:, :width].contiguous(), packed[:, width:].contiguous().view(dtype)
+    def forward(ctx: Any, a: Tensor, p: Tensor, ids: Tensor) -> Tensor:
+        ctx.width, ctx.dtype = a.shape[1], p.dtype
+        bits = (ids + 1).to(WHOLE_NUMBERS[p.itemsize])
+        return torch.cat([a, p.view(a.dtype), bits.view(a.dtype)], dim=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, rows: Tensor, p: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]  # noqa: ARG004
-        return torch.cat([rows, p.contiguous().view(rows.dtype)], dim=1), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        a, p, _ = _unpacked(gradient, ctx.width, ctx.dtype)
+        return a, p, None
+
+
+class Unpack(torch.autograd.Function):
+    """The inverse of `Pack`, of the rows of all ranks along ex; backward sums the gradients of each rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, dispatch: Dispatch, width: int, dtype: torch.dtype) -> Any:
+        ctx.dispatch = dispatch
+        a, p, bits = _unpacked(dispatch.join(packed), width, dtype)
+        ids = bits.view(WHOLE_NUMBERS[p.itemsize]).long() - 1
+        ctx.mark_non_differentiable(ids)
+        return a.contiguous(), p, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, a: Tensor, p: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        part = ctx.dispatch.part
+        a, p = part(a), part(p)
+        bits = p.view(a.dtype)
+        return torch.cat([a, bits, torch.zeros_like(bits)], dim=1), None, None, None
+
+
+def _unpacked(packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, p and the bits of ids of packed rows."""
+    a, p, bits = packed.tensor_split([width, (width + packed.shape[1]) // 2], dim=1)
+    return a, p.contiguous().view(dtype), bits.contiguous().view(dtype)
+
+
+class Arrived(NamedTuple):
+    """What a rank multiplies on a fold."""
+
+    a: Tensor
+    """Tokens, [R, k/y]."""
+    p: Tensor
+    """The score of each of their choices, [R, K]."""
+    pairs: Pairs
+    """Those tokens with the experts of this rank that they chose."""
+
+
+class RowCounts(NamedTuple):
+    """What the host knows of the rows of one half of a batch."""
+
+    sent: list[int]
+    """Rows that go to each rank along expert."""
+    taken: list[int]
+    """Rows that come from each rank along expert."""
+    arrived: list[int]
+    """Rows that arrive at each rank along ex."""
+    pairs: int
+    """The pairs of all these rows with experts of this rank."""
 
 
 class Dispatch:
-    """The way of the pairs of one half of a batch to their experts and back."""
+    """The way of the tokens of one half of a batch to their experts and back."""
 
-    def __init__(self, pairs: Pairs, experts: int, site: OpContext, room: int = 0) -> None:
-        """`room` are the rows that are sent for each expert; 0 for as many as there are pairs."""
-        self.room = room
-        self.pairs, self.site, self.grid, self.label = pairs, site, site.grid, site.label
-        self.stays = stays(self.grid)
-        ranks = self.grid.size("expert")
-        self.shares = [len(chunk(experts, ranks, rank)) for rank in range(ranks)]
-        """The number of experts of each rank along expert."""
-        self.own = self.shares[self.grid.coords["expert"]]
-        self.sent: Sequence[int] = ()
-        self.taken: Sequence[int] = ()
-        """The rows that go to each rank along expert, and that come from each."""
-        self.arrived: list[int] = []
-        """The rows that arrive at each rank along ex."""
-        self.order = pairs.order
-        """Which of the rows that were joined comes when, by expert."""
-        self.ends = pairs.ends
-        """Where the rows of each expert of this rank end, [experts here]."""
+    def __init__(self, routing: Routing, site: OpContext, limit: int = 0) -> None:
+        """With `limit` no expert has more pairs with the tokens of a rank, and rows are padded."""
+        self.routing, self.site, self.grid, self.label = routing, site, site.grid, site.label
+        self.stays, self.limit = stays(self.grid), limit
+        self.ranks = self.grid.size("expert")
+        self.shares = [chunk(routing.experts, self.ranks, rank) for rank in range(self.ranks)]
+        """The experts of each rank along expert."""
+        self.experts = self.shares[self.grid.coords["expert"]]
 
-    def turns(self, a: Tensor, scores: Tensor) -> Turns[Callable[[], tuple[Tensor, Tensor]]]:
-        """Send the rows of tokens [m/(zx), k/y] with the scores of their experts [m/(zx), K].
+    def turns(self, a: Tensor, scores: Tensor, ids: Tensor) -> Turns[Callable[[], Arrived]]:
+        """Send tokens [m/(zx), k/y] with the scores and ids of their experts [m/(zx), K]; the id E is none.
 
-        It returns what waits for the rows that arrive: by expert, [R, k/y], and the score of each, [R, 1].
+        It returns what waits for the tokens that come.
         """
-        pairs, counting = self.pairs, None if self.stays or self.room else self._launch_counts()
-        p = pairs.sort(scores)
-        p = p.to(torch.promote_types(p.dtype, a.dtype))
-        rows = Conjugate.apply(a, pairs.pick, pairs.combine)
-        packed = rows if self.stays else PackScores.apply(rows, p)
-        yield  # the other half computes while the counts travel
         if self.stays:
-            return lambda: (rows, p)
+            return lambda: Arrived(a, scores, Pairs(ids, self.routing.experts))
+        destinations = (ids // len(self.shares[0])).masked_fill_(ids >= self.routing.experts, self.ranks)
+        rows = self.rows = Pairs(_once(destinations, self.ranks), self.ranks)
+        counting = None if self.limit else self._launch_counts(destinations)
+        yield  # the other half computes while the counts travel
         if counting is None:
-            here = [[self.room] * self.own] * len(self.shares)
-            self._plan(self._noted([self.room] * sum(self.shares), [here] * self.grid.size("ex")))
-            packed = Conjugate.apply(packed, self._into_room, self._out_of_room)
+            self.counts = self._padded()
+            empty = rows.pad(self.counts.sent[0])
+            ids = rows.pick(ids).masked_fill_(empty[:, None], self.routing.experts)
         else:
-            self._plan(counting())
-            packed = packed[: sum(self.sent)]
+            self.counts = counting()
+            ids = rows.keep(sum(self.counts.sent)).pick(ids)
+        scores = scores.to(torch.promote_types(scores.dtype, a.dtype))
+        packed = Pack.apply(*(Conjugate.apply(each, rows.pick, rows.combine) for each in (a, scores)), ids)
         arriving: AsyncResult | Ready = Ready(packed)
-        if self.grid.size("expert") > 1:
+        if self.ranks > 1:
             arriving = self.site.launch(packed, self._to_experts, self._from_experts)
 
-        def land() -> tuple[Tensor, Tensor]:
-            found = UnpackScores.apply(arriving.wait(), a.shape[1], p.dtype)
-            if self.grid.size("ex") > 1:
-                found = [Conjugate.apply(each, self._join, self._part) for each in found]
-            rows, scores = (Conjugate.apply(each, self._sorted, self._unsorted) for each in found)
-            return rows, scores
+        def land() -> Arrived:
+            found, p, ids = Unpack.apply(arriving.wait(), self, a.shape[1], scores.dtype)
+            first, own = self.experts.start, len(self.experts)
+            elsewhere = (ids < first) | (ids >= first + own)
+            return Arrived(found, p, Pairs((ids - first).masked_fill_(elsewhere, own), own).keep(self.counts.pairs))
 
         return land
 
     def returning(self, out: Tensor) -> AsyncResult | Ready:
-        """Send the outputs of the experts back, [R, k/y] {sum ex} -> [P, k/y]."""
-        if self.stays:
-            return Ready(out)
-        out = Conjugate.apply(out, self._unsorted, self._sorted)
+        """Send the sums over the experts here back, [R, k/y] {sum ex} -> [S, k/y]."""
         if self.grid.size("ex") > 1:
-            out = Conjugate.apply(out, self._part, self._join)
-        return (
-            self.site.launch(out, self._from_experts, self._to_experts) if self.grid.size("expert") > 1 else Ready(out)
-        )
+            out = Conjugate.apply(out, self.part, self.join)
+        return self.site.launch(out, self._from_experts, self._to_experts) if self.ranks > 1 else Ready(out)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Return the sums over the choices of each token, [P, k/y] -> [m/(zx), k/y] (E19); pairs that stayed are 0."""
-        if self.room:
-            rows = Conjugate.apply(rows, self._out_of_room, self._into_room)
-        else:
-            rows = functional.pad(rows, (0, 0, 0, len(self.pairs.order) - len(rows)))
-        return Conjugate.apply(rows, self.pairs.combine, self.pairs.pick)
+        """Return the sums over the ranks of each token, [S, k/y] -> [m/(zx), k/y] (E19)."""
+        return rows if self.stays else Conjugate.apply(rows, self.rows.combine, self.rows.pick)
 
     # --- counts
 
-    def _launch_counts(self) -> Callable[[], list[list[list[int]]]]:
-        """Launch the all-to-all of counts; return what waits for it and returns them by ex, source and expert here."""
-        grid, counts = self.grid, self.pairs.counts
-        ranks, many = grid.size("expert"), grid.size("ex") > 1
-        arriving = Pending(lambda: counts)
-        if ranks > 1:
-            arriving = comm.all_to_all(counts, grid, "expert", self.shares, [self.own] * ranks, label=self.label)
+    def _launch_counts(self, destinations: Tensor) -> Callable[[], RowCounts]:
+        """Launch the all-to-all of rows and pairs for each rank; return what waits for it."""
+        pairs, flat = destinations.new_zeros(self.ranks + 1), destinations.flatten()
+        pairs.scatter_add_(0, flat, torch.ones_like(flat))
+        counts = torch.stack([self.rows.counts, pairs[:-1]], dim=1)
+        arriving, each, over_ex = Pending(lambda: counts), [1] * self.ranks, self.grid.size("ex") > 1
+        if self.ranks > 1:
+            arriving = comm.all_to_all(counts, self.grid, "expert", each, each, label=self.label)
 
         def found() -> Tensor:
-            here = arriving.wait().view(1, ranks, self.own)
-            return comm.all_gather(here, grid, "ex", label=self.label).wait() if many else here
+            here = arriving.wait()[None]
+            return comm.all_gather(here, self.grid, "ex", label=self.label).wait() if over_ex else here
 
-        if counts.is_meta or grid.muted:  # there are no numbers
+        if counts.is_meta or self.grid.muted:  # there are no numbers
             return lambda: (found(), self._balanced())[1]
         if not counts.is_cuda:
             return lambda: self._noted(counts.tolist(), found().tolist())
         return self._copied(counts, found)
 
-    def _noted(self, counts: list[int], found: list[list[list[int]]]) -> list[list[list[int]]]:
-        """Note how many rows go to each rank, from the numbers of pairs of this rank for each expert."""
-        ends = [0, *accumulate(self.shares)]
-        self.sent = [sum(counts[first:last]) for first, last in pairwise(ends)]
-        return found
-
-    def _balanced(self) -> list[list[list[int]]]:
-        """Return the counts of a dry run: equally many pairs for every expert."""
-        pairs, experts = len(self.pairs.order), sum(self.shares)
-        counts = [pairs // experts + (expert < pairs % experts) for expert in range(experts)]
-        first = sum(self.shares[: self.grid.coords["expert"]])
-        mine = counts[first : first + self.own]
-        return self._noted(counts, [[mine] * self.grid.size("expert")] * self.grid.size("ex"))
-
-    def _copied(self, counts: Tensor, found: Callable[[], Tensor]) -> Callable[[], list[list[list[int]]]]:
+    def _copied(self, counts: Tensor, found: Callable[[], Tensor]) -> Callable[[], RowCounts]:
         """Copy the counts to the host beside what the device computes; the host waits for the copies alone."""
         own, side = torch.cuda.current_stream(counts.device), _side_stream(counts.device)
         side.wait_stream(own)
@@ -230,104 +288,69 @@ class Dispatch:
         for each in (counts, arrived):
             each.record_stream(side)
 
-        def on_host() -> list[list[list[int]]]:
+        def on_host() -> RowCounts:
             copied.synchronize()
             return self._noted(copies[0].tolist(), copies[1].tolist())
 
         return on_host
 
-    def _plan(self, counts: list[list[list[int]]]) -> None:
-        """Work out what is sent, and in which order rows are multiplied, from the counts by ex, source and expert."""
-        mine = counts[self.grid.coords["ex"]]
-        self.taken = [sum(of_source) for of_source in mine]
-        self.arrived = [sum(map(sum, of_member)) for of_member in counts]
-        runs = []  # of rows that come from one rank for one expert: its expert, where it begins, its length
-        by_expert = [0] * self.own
-        for number, of_member in enumerate(counts):
-            begin = number * max(self.arrived)
-            for of_source in of_member:
-                for expert, length in enumerate(of_source):
-                    runs.append((expert, begin, length))
-                    by_expert[expert] += length
-                    begin += length
-        in_turn = tuple((begin, length) for _, begin, length in sorted(runs))
-        tables = _kept_tables if self.room else _tables
-        self.ends, self.order = tables(tuple(by_expert), in_turn, self.order.device)
+    def _noted(self, counts: list[list[int]], found: list[list[list[int]]]) -> RowCounts:
+        """Return what follows from the rows and pairs for each rank, and from those of each rank by ex and expert."""
+        taken = [[rows for rows, _ in of_member] for of_member in found]
+        return RowCounts(
+            sent=[rows for rows, _ in counts],
+            taken=taken[self.grid.coords["ex"]],
+            arrived=[sum(of_member) for of_member in taken],
+            pairs=sum(pairs for of_member in found for _, pairs in of_member),
+        )
 
-    # --- room
+    def _balanced(self) -> RowCounts:
+        """Return the counts of a dry run: equally many pairs for every expert."""
+        tokens = len(self.rows.back) // self.routing.chosen
+        each = [list(self.routing.balanced(tokens, share)) for share in self.shares]
+        return self._noted(each, [[each[self.grid.coords["expert"]]] * self.ranks] * self.grid.size("ex"))
 
-    def _into_room(self, of_pairs: Tensor) -> Tensor:
-        """Return the rows of pairs where each expert has room for them, [P, w] -> [E C, w]; empty rows are 0."""
-        pairs, most = self.pairs, len(of_pairs) - 1
-        places = torch.arange(self.room, device=of_pairs.device)
-        begin, counts = pairs.ends - pairs.counts, pairs.counts
-        rows = of_pairs.index_select(0, (begin[:, None] + places).clamp(max=most).flatten())
-        return rows.masked_fill_((places >= counts[:, None]).view(-1, 1), 0)
-
-    def _out_of_room(self, rows: Tensor) -> Tensor:
-        """Return the inverse; pairs that stayed get 0."""
-        pairs = self.pairs
-        places = torch.arange(len(pairs.order), device=rows.device)
-        expert = torch.searchsorted(pairs.ends, places, right=True)
-        stayed, expert = expert >= len(pairs.ends), expert.clamp(max=len(pairs.ends) - 1)
-        place = places - (pairs.ends - pairs.counts)[expert] + expert * self.room
-        return rows.index_select(0, place.clamp(max=len(rows) - 1)).masked_fill_(stayed[:, None], 0)
+    def _padded(self) -> RowCounts:
+        """Return the most rows, and pairs, that can go from one rank to another."""
+        tokens = -(-self.site.tokens // self.site.x)  # also where ranks along x send unequal parts
+        rows, _ = self.routing.most(tokens, len(self.shares[0]), self.limit)
+        _, pairs = self.routing.most(tokens, len(self.experts), self.limit)
+        return self._noted([[rows, pairs]] * self.ranks, [[[rows, pairs]] * self.ranks] * self.grid.size("ex"))
 
     # --- ways
 
     def _to_experts(self, rows: Tensor) -> Pending[Tensor]:
-        return comm.all_to_all(rows, self.grid, "expert", self.sent, self.taken, label=self.label)
+        sent, taken = self.counts.sent, self.counts.taken
+        return comm.all_to_all(rows, self.grid, "expert", sent, taken, label=self.label)
 
     def _from_experts(self, rows: Tensor) -> Pending[Tensor]:
-        return comm.all_to_all(rows, self.grid, "expert", self.taken, self.sent, label=self.label)
+        sent, taken = self.counts.sent, self.counts.taken
+        return comm.all_to_all(rows, self.grid, "expert", taken, sent, label=self.label)
 
-    def _join(self, rows: Tensor) -> Tensor:
+    def join(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks along ex, each padded to the most."""
-        padded = functional.pad(rows, (0, 0, 0, max(self.arrived) - len(rows)))
+        if self.grid.size("ex") == 1:
+            return rows
+        padded = functional.pad(rows, (0, 0, 0, max(self.counts.arrived) - len(rows)))
         return comm.all_gather(padded, self.grid, "ex", label=self.label).wait()
 
-    def _part(self, rows: Tensor) -> Tensor:
+    def part(self, rows: Tensor) -> Tensor:
         """Return the sums over ex of the rows that came to this rank."""
-        own = comm.reduce_scatter(rows, self.grid, "ex", label=self.label).wait()
-        return own[: self.arrived[self.grid.coords["ex"]]]
+        if self.grid.size("ex") == 1:
+            return rows
+        own = comm.reduce_scatter(rows.contiguous(), self.grid, "ex", label=self.label).wait()
+        return own[: self.counts.arrived[self.grid.coords["ex"]]]
 
-    def _sorted(self, rows: Tensor) -> Tensor:
-        return rows.index_select(0, self.order)
 
-    def _unsorted(self, rows: Tensor) -> Tensor:
-        joined = max(self.arrived) * len(self.arrived)
-        whole = rows.new_zeros(joined, rows.shape[1]) if joined > len(rows) else torch.empty_like(rows)
-        return whole.index_copy_(0, self.order, rows)
+def _once(destinations: Tensor, ranks: int) -> Tensor:
+    """Return the destinations of each token, [m, K], with `ranks` in place of those that an earlier choice has."""
+    again = destinations[:, :, None] == destinations[:, None, :]
+    return destinations.masked_fill(again.tril(-1).any(-1), ranks)
 
 
 def stays(grid: Grid) -> bool:
     """Return whether tokens stay where they are on a fold: every rank has some of the weights of all experts."""
     return grid.size("expert") == 1 and grid.size("ex") == 1
-
-
-def _tables(
-    by_expert: tuple[int, ...], runs: tuple[tuple[int, int], ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return where the rows of each expert end, and which rows come in turn, on a device.
-
-    The rows that come in turn are runs, given by where they begin and how long they are.
-    """
-    total = sum(length for _, length in runs)
-    ends = accumulate(length for _, length in runs)
-    ahead = [begin - (end - length) for (begin, length), end in zip(runs, ends, strict=True)]
-    lengths = torch.tensor([length for _, length in runs], dtype=torch.long, device=device)
-    shift = torch.tensor(ahead, dtype=torch.long, device=device).repeat_interleave(lengths, output_size=total)
-    ends_of_experts = torch.tensor(list(accumulate(by_expert)), dtype=torch.int32, device=device)
-    return ends_of_experts, shift + torch.arange(total, device=device)
-
-
-@lru_cache(maxsize=16)
-def _kept_tables(
-    by_expert: tuple[int, ...], runs: tuple[tuple[int, int], ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return `_tables` of padded rows, which every step needs again: a step that is recorded cannot make them."""
-    with torch.inference_mode(mode=False):  # later steps may train
-        return _tables(by_expert, runs, device)
 
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}

@@ -11,9 +11,9 @@ of the stream and n hidden units of an expert:
     inner     h = silu(gate) * up * p
     contract  o_e = h_e w_e^T, [P, k/y] {sum x} -> out[t] = sum_j o[t, j] in the order of j   E19 -> leave
 
-On a fold x is ex, z is ez, and P are the pairs that have come to the rank. Invariant: which experts a token chooses,
-and every sum, depends on the model and the tokens alone, not on the grid. Without a fold no shape depends on the
-choice, so nothing is read by the host on a GPU.
+On a fold x is ex, z is ez, m are the tokens that have come to the rank, and P their pairs with its experts. Invariant:
+which experts a token chooses, and every sum, depends on the model and the tokens alone, not on the grid. Without a fold
+no shape depends on the choice, so nothing is read by the host on a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fourfold.engine import Turns
 from fourfold.gradients import ForwardPass
 from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Init, Layout, Spec
-from fourfold.nn.dispatch import Dispatch, Pairs, all_rows, own_rows, rows_here, stays
+from fourfold.nn.dispatch import Arrived, Dispatch, Pairs, all_rows, own_rows, rows_here, stays
 from fourfold.nn.layer import Layer, add_gradients
 from fourfold.nn.linear import MLP, keeps_weights, require_divisible
 from fourfold.nn.router import (
@@ -80,12 +80,9 @@ class ExpertFactor:
     """The weights of all experts that read the same rows, for the pairs of one half of a batch."""
 
     group: ParamGroup
-    ends: Tensor
-    """Where the rows of each expert end."""
+    pairs: Pairs
     keep_weights: bool
-    pairs: Pairs | None = None
-    """The pairs of the tokens that one side has; None if both sides have pairs."""
-    per_token: Literal["input", "output", "neither"] = "neither"
+    per_token: Literal["input", "output"]
     """Which side has tokens: Expand picks the rows of its pairs, Contract adds pairs up to tokens."""
 
     def multiplying(self, equation: str) -> AbstractContextManager[object]:
@@ -94,16 +91,16 @@ class ExpertFactor:
     def multiply(self, a: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return E1: the outputs of all weights side by side."""
         first = self._of_pairs(a, "input")
-        outs = [kernels.grouped(first, w.transpose(1, 2), self.ends) for w in weights]
+        outs = [kernels.grouped(first, w.transpose(1, 2), self.pairs.ends) for w in weights]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         return self._of_tokens(out, "output")
 
     def multiply_back(self, dout: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return E2, the gradient of the input."""
         parts = self._of_pairs(dout, "output").split([w.shape[1] for w in weights], dim=1)
-        da = kernels.grouped(parts[0].contiguous(), weights[0], self.ends)
+        da = kernels.grouped(parts[0].contiguous(), weights[0], self.pairs.ends)
         for part, w in zip(parts[1:], weights[1:], strict=True):
-            da += kernels.grouped(part.contiguous(), w, self.ends)
+            da += kernels.grouped(part.contiguous(), w, self.pairs.ends)
         return self._of_tokens(da, "input")
 
     def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int, during: ForwardPass) -> None:
@@ -114,16 +111,16 @@ class ExpertFactor:
         for member, part in zip(self.group.members, parts, strict=True):
             if member.parameter.requires_grad:
                 with self.multiplying("E3"):
-                    found.append(kernels.grouped_weights(part.contiguous(), first, self.ends))
+                    found.append(kernels.grouped_weights(part.contiguous(), first, self.pairs.ends))
             else:
                 found.append(None)
         add_gradients(self.group, found, turns, during)
 
     def _of_pairs(self, rows: Tensor, side: str) -> Tensor:
-        return rows if self.pairs is None or self.per_token != side else self.pairs.pick(rows)
+        return self.pairs.pick(rows) if self.per_token == side else rows
 
     def _of_tokens(self, rows: Tensor, side: str) -> Tensor:
-        return rows if self.pairs is None or self.per_token != side else self.pairs.combine(rows)
+        return self.pairs.combine(rows) if self.per_token == side else rows
 
 
 class ExpertProduct(torch.autograd.Function):
@@ -131,7 +128,7 @@ class ExpertProduct(torch.autograd.Function):
 
         Expand     a [m, k], out [P, sum p] {sum s}       E1   out = pick(a)_e w_e^T         w gathered over z
         Contract   a [P, k], out [m, p] {sum s}           E2   da  = dout_e w_e              w gathered over z again
-        on a fold  a [R, k], out [R, sum p] {sum s}       E3   dw_e = dout_e^T a_e           reduce-scattered over z
+                                                          E3   dw_e = dout_e^T a_e           reduce-scattered over z
 
     Picking the rows of pairs and adding pairs up to tokens are each other's backward. For backward it keeps `kept`, the
     tensor that `a` was gathered from, and `reread` gathers `a` again, behind E2.
@@ -174,14 +171,12 @@ def multiply_experts(
     layer: Layer,
     names: tuple[str, ...],
     a: Tensor,
-    ends: Tensor,
+    pairs: Pairs,
+    per_token: Literal["input", "output"],
     again: tuple[Tensor, Body] | None = None,
-    pairs: Pairs | None = None,
-    per_token: Literal["input", "output", "neither"] = "neither",
 ) -> Tensor:
     """Run the product of a layer's weights; `again` says from what and how backward gathers the input again."""
-    keep = keeps_weights(layer, layer.member(names[0]))
-    factor = ExpertFactor(layer.group(*names), ends, keep, pairs, per_token)
+    factor = ExpertFactor(layer.group(*names), pairs, keeps_weights(layer, layer.member(names[0])), per_token)
     kept, reread = (a, identity) if again is None else again
     return ExpertProduct.apply(factor, reread, a, kept.detach(), *(getattr(layer, name) for name in names))
 
@@ -202,8 +197,8 @@ class Sent(NamedTuple):
     """Tokens on their way to experts on a fold."""
 
     dispatch: Dispatch
-    land: Callable[[], tuple[Tensor, Tensor]]
-    """Waits for the rows that arrive, and the score of each."""
+    land: Callable[[], Arrived]
+    """Waits for the tokens that arrive."""
 
 
 class Returning(NamedTuple):
@@ -211,7 +206,7 @@ class Returning(NamedTuple):
 
     dispatch: Dispatch
     rows: Tensor
-    """Their outputs, [R, k/y] {sum ex}."""
+    """Their outputs by token, [R, k/y] {sum ex}."""
     shared: Tensor | None
     """The output of the MLP beside them, before it leaves."""
 
@@ -323,7 +318,7 @@ class MoE(Layer):
         if site.sharded and site.y > 1:  # every rank along y multiplies its own hidden units by p
             scores = Conjugate.apply(scores, torch.clone, lambda owed: site.sum_y(owed.contiguous()).wait())
         a, scores = own_rows(site, a), own_rows(site, scores)
-        experts, room = self.routing.experts, 0
+        experts, limit = self.routing.experts, 0
         if stays(self.grid):  # products of pairs that no expert takes are computed, and count with 0
             chosen = rows_here(site, every, 0)
             scores = scores if taken is None else scores * rows_here(site, taken, filling=0)
@@ -333,9 +328,9 @@ class MoE(Layer):
                 every = every.masked_fill(~sequences.real[:, None], experts)
             chosen = rows_here(site, every, experts)
             if self.policy.pad_experts and sequences is not None and sequences.limited:
-                room = most_of_an_expert(self.routing, sequences, site)
-        dispatch = Dispatch(Pairs(chosen, experts), experts, site, room)
-        return Sent(dispatch, (yield from dispatch.turns(a, scores)))
+                limit = most_of_an_expert(self.routing, sequences, site)
+        dispatch = Dispatch(self.routing, site, limit)
+        return Sent(dispatch, (yield from dispatch.turns(a, scores, chosen)))
 
     def turns(self, a: Tensor, tokens: int, routed: Routed | Sent) -> Turns[Tensor | Returning]:
         """Compute everything up to `leave`; the MLP beside the experts reads a.
@@ -356,20 +351,24 @@ class MoE(Layer):
         pairs = Pairs(ids, self.routing.experts)
         rereads = entering.travels and site.sharded and not self.policy.keep_gathered
         again = (routed.a, site.gather_tokens) if rereads else None
-        out = multiply_experts(self, ("gate", "up"), whole, pairs.ends, again, pairs, "input")
-        hidden, again = yield from self._hidden(out, pairs.sort(scores), site)
-        out = multiply_experts(self, ("down",), hidden, pairs.ends, again, pairs, "output")
+        out = yield from self._experts(whole, scores, pairs, site, again)
         return out if self.shared is None else out + (yield from self.shared.turns(a, tokens))
 
     def _of_fold(self, a: Tensor, tokens: int, sent: Sent) -> Turns[Returning]:
         """Compute the experts of the tokens that arrive; the MLP beside them runs while these travel."""
-        dispatch = sent.dispatch
         shared = None if self.shared is None else (yield from self.shared.turns(a, tokens))
         yield
-        rows, p = sent.land()
-        out = multiply_experts(self, ("gate", "up"), rows, dispatch.ends)
-        hidden, again = yield from self._hidden(out, p, dispatch.site)
-        return Returning(dispatch, multiply_experts(self, ("down",), hidden, dispatch.ends, again), shared)
+        arrived = sent.land()
+        out = yield from self._experts(arrived.a, arrived.p, arrived.pairs, sent.dispatch.site)
+        return Returning(sent.dispatch, out, shared)
+
+    def _experts(
+        self, a: Tensor, scores: Tensor, pairs: Pairs, site: OpContext, again: tuple[Tensor, Body] | None = None
+    ) -> Turns[Tensor]:
+        """Return the sums over the experts of each token, from tokens [m, k/y] and their scores [m, K]."""
+        out = multiply_experts(self, ("gate", "up"), a, pairs, "input", again)
+        hidden, again = yield from self._hidden(out, pairs.sort(scores), site)
+        return multiply_experts(self, ("down",), hidden, pairs, "output", again)
 
     def _known(self, ids: Tensor) -> Tensor:
         """Return ids of experts that have arrived; nothing arrives on a muted grid, so there they become any."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, comb
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -82,6 +82,33 @@ class Routing:
     def counts_by_sequence(self) -> bool:
         """Whether it matters which tokens make a sequence, which then cannot be cut into halves."""
         return self.aux > 0 or self.capacity > 0
+
+    def balanced(self, tokens: int, share: range) -> tuple[int, int]:
+        """Return how many tokens choose some of these experts, and the pairs of both, if all experts are used equally.
+
+        Of G groups G' are chosen, and K of the experts in them; all choices are equally likely. A share holds o experts
+        of each of q groups, so that none of it is chosen with the probability
+
+            sum_s C(q, s) C(G - q, G' - s) / C(G, G') C(G' g - s o, K) / C(G' g, K),   with g = E / G experts in a group
+        """
+        pairs, size = tokens * self.chosen, self.experts // self.groups
+        extra = pairs % self.experts
+        own = len(share) * (pairs // self.experts) + max(0, min(share.stop, extra) - share.start)
+        held, groups = min(len(share), size), max(1, len(share) // size)
+        open_to, ways = self.top_groups * size, comb(self.groups, self.top_groups)
+        missed = sum(
+            comb(groups, met)
+            * comb(self.groups - groups, self.top_groups - met)
+            * comb(open_to - met * held, self.chosen)
+            for met in range(min(groups, self.top_groups) + 1)
+        ) / (ways * comb(open_to, self.chosen))
+        least = -(-own // max(1, min(self.chosen, len(share))))
+        return min(max(round(tokens * (1 - missed)), least), own, tokens), own
+
+    def most(self, tokens: int, experts: int, limit: int) -> tuple[int, int]:
+        """Return how many tokens can choose some of these experts, which take `limit` pairs each, and the pairs."""
+        taken = experts * limit
+        return min(tokens, taken), min(taken, tokens * min(self.chosen, experts))
 
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return p and the ids of the chosen experts, [tokens, K] each, the best first; ties go to the lower id."""

@@ -55,7 +55,7 @@ class Experts(Layer):
         whole = entering.wait()
         width = self.form.hidden // site.x
         again = (a, site.gather_tokens) if self._rereads(site, travels=entering.travels) else None
-        out = multiply_experts(self, ("gate", "up"), whole, pairs.ends, again, pairs, "input")
+        out = multiply_experts(self, ("gate", "up"), whole, pairs, "input", again)
         hidden = kernels.region(kernels.swiglu, a, compiled=self.policy.compile)(
             spread(out, site, [width, width]).wait()
         )
@@ -64,7 +64,7 @@ class Experts(Layer):
         joined = collecting.wait()
         features = partial(site.gather_features, widths=[width])
         again = (hidden, features) if self._rereads(site, travels=collecting.travels) else None
-        return leave(multiply_experts(self, ("down",), joined, pairs.ends, again, pairs, "output"), site).wait()
+        return leave(multiply_experts(self, ("down",), joined, pairs, "output", again), site).wait()
 
     def _rereads(self, site: OpContext, *, travels: bool) -> bool:
         """Return whether backward gathers an input again, of which it keeps the part that this rank holds at rest."""
