@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from benchmarks.shared.models import IN_FLIGHT
 from fourfold import comm, wire
 from fourfold.grid import Grid
-from fourfold.nn.dispatch import Dispatch, Pairs
+from fourfold.nn.dispatch import Dispatch, Pairs, RowCounts
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The functions of `wire` that a step calls."""
@@ -31,13 +31,6 @@ class SentMessage(NamedTuple):
 
     function: Callable[..., Callable[[], Any]]
     args: tuple[Any, ...]
-
-
-class CountsOfDispatch(NamedTuple):
-    """The rows that go to each rank, and the counts of those that come."""
-
-    sent: list[int]
-    counts: list[list[list[int]]]
 
 
 class MessageBuffers:
@@ -66,9 +59,9 @@ class Bounds:
     def __init__(self, step: Callable[[], object], grid: Grid, buffers: MessageBuffers) -> None:
         self.step, self.grid = step, grid
         sent: list[SentMessage] = []
-        self.counts: list[CountsOfDispatch] = []
+        self.counts: list[RowCounts] = []
         self.choices: list[Tensor] = []
-        """The experts of tokens, of each half."""
+        """The destinations of tokens: the ranks of those that are sent, and the experts of those that have come."""
         with _noting_messages(sent), _noting_counts(self.counts), _noting_choices(self.choices):
             step()
         take = buffers.taking()
@@ -78,12 +71,11 @@ class Bounds:
         """Take a step that sends nothing; its results mean nothing."""
         counts, choices, sort = deque(self.counts), deque(self.choices), Pairs.__init__
 
-        def known(dispatch: Dispatch) -> Callable[[], list[list[list[int]]]]:
-            dispatch.sent, found = counts.popleft()
-            return lambda: found
+        def known(*_: object) -> Callable[[], RowCounts]:
+            return counts.popleft
 
-        def sort_known(pairs: Pairs, _: Tensor, experts: int) -> None:
-            sort(pairs, choices.popleft(), experts)
+        def sort_known(pairs: Pairs, _: Tensor, number: int) -> None:
+            sort(pairs, choices.popleft(), number)
 
         with (
             comm.muted(self.grid),
@@ -128,14 +120,19 @@ def _noting_messages(sent: list[SentMessage]) -> Iterator[None]:
 
 
 @contextmanager
-def _noting_counts(found: list[CountsOfDispatch]) -> Iterator[None]:
-    plan = Dispatch._plan
+def _noting_counts(found: list[RowCounts]) -> Iterator[None]:
+    launch = Dispatch._launch_counts
 
-    def noting(self: Dispatch, counts: list[list[list[int]]]) -> None:
-        found.append(CountsOfDispatch(list(self.sent), counts))
-        plan(self, counts)
+    def noting(self: Dispatch, destinations: Tensor) -> Callable[[], RowCounts]:
+        counting = launch(self, destinations)
 
-    with mock.patch.object(Dispatch, "_plan", noting):
+        def noted() -> RowCounts:
+            found.append(counting())
+            return found[-1]
+
+        return noted
+
+    with mock.patch.object(Dispatch, "_launch_counts", noting):
         yield
 
 
@@ -143,9 +140,9 @@ def _noting_counts(found: list[CountsOfDispatch]) -> Iterator[None]:
 def _noting_choices(found: list[Tensor]) -> Iterator[None]:
     sort = Pairs.__init__
 
-    def noting(self: Pairs, ids: Tensor, experts: int) -> None:
+    def noting(self: Pairs, ids: Tensor, number: int) -> None:
         found.append(ids.clone())
-        sort(self, ids, experts)
+        sort(self, ids, number)
 
     with mock.patch.object(Pairs, "__init__", noting):
         yield

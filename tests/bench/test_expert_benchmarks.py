@@ -63,7 +63,9 @@ def test_bounds_have_the_messages_and_the_counts_of_a_step() -> None:
         for halves in (1, 2):
             for again, sent, rows in pool.run(bounds_of_a_step, Way(ff.Shape(z=2, expert=2), halves)):
                 assert again == sent > 0
-                assert rows == [SMALL.tokens * SMALL.chosen // halves] * halves
+                part = SMALL.tokens // halves  # each goes to one rank or to both, however many experts it has there
+                assert len(rows) == halves
+                assert all(part <= sent <= 2 * part for sent in rows)
         for again, sent, rows in pool.run(bounds_of_a_step, Way(ff.Shape(x=2))):
             assert again == sent > 0
             assert rows == []

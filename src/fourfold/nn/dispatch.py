@@ -90,9 +90,9 @@ class Pairs:
         """Make the pairs of each destination `room` many by empty ones, which count with 0; return which are."""
         counts, ends, places = self.counts[:, None], self.ends, torch.arange(room, device=self.order.device)
         begin = ends[:, None] - counts
-        self._leave_out(self._total)
+        goes = self._leave_out(self._total)
         destination = torch.searchsorted(ends, self.back, right=True).clamp(max=self.number - 1)
-        self.back = (self.back - begin[destination, 0] + destination * room).masked_fill(~self.goes, 0)
+        self.back = (self.back - begin[destination, 0] + destination * room).masked_fill(~goes, 0)
         self.order = self.order[(begin + places).clamp(max=len(self.order) - 1).flatten()]
         self.ends = room * torch.arange(1, self.number + 1, dtype=torch.int32, device=ends.device)
         return (places >= counts).flatten()
@@ -102,9 +102,11 @@ class Pairs:
         """How many pairs go somewhere; 0 if there is no destination."""
         return self.ends[-1:].sum()
 
-    def _leave_out(self, end: Tensor) -> None:
+    def _leave_out(self, end: Tensor) -> Tensor:
+        """Let the pairs from this one on count with 0."""
         self.goes = self.back < end
         self.back = self.back.masked_fill(~self.goes, 0)
+        return self.goes
 
     def pick(self, a: Tensor) -> Tensor:
         """Return the rows of the pairs, [m, w] -> [P, w]."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from fourfold.axes import CONTEXT
 from fourfold.engine import Turns
-from fourfold.ledger import Collective, Op
+from fourfold.ledger import Collective
 from fourfold.planner.layers import LayerProgram, Moving, gathered, operator_messages
 from fourfold.planner.program import (
     EXPERTS,
@@ -56,12 +56,14 @@ class MixtureProgram:
         self.entering.land()
         self.choosing.land()
         yield from self._count()
-        host.compute(ElementwiseOp(f"sort {self.prefix}", half.sorting_nbytes))
-        host.allocate(half.pair_index_nbytes, "activations")
-        host.on_backward(lambda: host.free(half.pair_index_nbytes, "activations"), reads=False)
-        self._expand()
+        self._sort(half.sorting_nbytes, half.pair_index_nbytes)
+        entered = layers.entered_again(half)
+        self._expand(
+            partial(layers.reread, half, "x", half.entered_nbytes, self.prefix),
+            BackwardBytes(2 * half.pairs_nbytes, half.stream_nbytes, half.kept_by_experts_nbytes, entered),
+        )
         yield from self._inside()
-        self._contract()
+        self._contract(gathered(half))
         if layers.config.shared_hidden:
             yield from layers.mlp(f"{self.prefix}.shared", half, again=False, inside="shared")
             host.compute(ElementwiseOp(f"add {self.prefix}", 3 * half.stream_nbytes))
@@ -108,24 +110,24 @@ class MixtureProgram:
         yield from self._count()
         if structure.sharded and structure.over_y:  # every rank along y multiplies its own hidden units by p
             self._back_at_once(lambda: half.message("all_reduce", "y", half.choice_rest_nbytes, label))
-        host.compute(ElementwiseOp(f"sort {label}", half.sorting_nbytes))
-        host.allocate(half.pair_index_nbytes, "activations")
-        host.on_backward(lambda: host.free(half.pair_index_nbytes, "activations"), reads=False)
+        self._sort(half.sorting_nbytes, half.pair_index_nbytes)
         if structure.over_x and not structure.sharded:  # each rank along x sends its part of the tokens
             self._back_at_once(lambda: half.message("all_gather", "x", half.own_stream_nbytes, label))
             self._back_at_once(lambda: half.message("all_gather", "x", half.own_scores_nbytes, label))
-        counting = NOTHING_SENT
-        counts = structure.sends and not host.policy.pad_experts
+        if not structure.sends:
+            host.on_backward(self._leave_stream, reads=False)
+            return
+        counting, counts = NOTHING_SENT, not host.policy.pad_experts
         if counts and "expert" in structure.used_axes:
             sizes = half.counts_nbytes, half.counts_sent_nbytes
             counting = host.launch(lambda: half.all_to_all(*sizes, label, "expert"))
-        host.compute(ElementwiseOp(f"pack {label}", 4 * half.packed_nbytes))
-        host.on_backward(self._unpack, reads=False)
         yield  # the other half computes while the counts travel
         counting.wait()
         if counts:
             host.communicate(lambda: half.message("all_gather", "ex", half.counts_joined_nbytes, label))
             host.read_result()  # the numbers of rows
+        host.compute(ElementwiseOp(f"pack {label}", 4 * half.packed_nbytes))
+        host.on_backward(self._unpack, reads=False)
         self.entering = host.move(
             "expert",
             lambda: half.all_to_all(half.dispatch_nbytes, half.dispatch_sent_nbytes, label, "expert"),
@@ -133,80 +135,81 @@ class MixtureProgram:
             arrives=half.packed_nbytes, leaves=half.arrived_packed_nbytes,
         )  # fmt: skip
 
+    def _leave_stream(self) -> None:
+        """Give the gradient of tokens that stayed to the norm before the experts."""
+        self.host.free(self.half.joined_nbytes)
+        self._add_to_shared(self.half.rest_nbytes)
+
     def _unpack(self) -> None:
-        """Add up the gradients of the pairs of each token, and take out those of p."""
+        """Add up the gradients of the rows of each token, and take out those of p."""
         half, host = self.half, self.host
-        host.compute(ElementwiseOp(f"dpack {self.prefix}", 4 * half.packed_nbytes))
-        host.need(half.packed_nbytes)
+        host.compute(ElementwiseOp(f"dpack {self.prefix}", half.packed_nbytes + half.rest_nbytes))
         host.allocate(half.rest_nbytes)
-        host.need(half.sent_stream_nbytes)
         host.free(half.packed_nbytes)
-        if self.layers.config.shared_hidden and not self.layers.config.reads_previous:  # it is added to another one
-            host.free(half.rest_nbytes)
+        self._add_to_shared(0)
+
+    def _add_to_shared(self, made: int) -> None:
+        """Add the gradient of the stream, of which `made` bytes are new, to that of the MLP beside the experts."""
+        self.host.allocate(made)
+        if self.layers.config.shared_hidden and not self.layers.config.reads_previous:
+            self.host.free(self.half.rest_nbytes)
 
     def _run_on_fold(self) -> Turns[None]:
         """Run the MLP beside the experts while tokens travel, then the experts of the tokens that arrive."""
-        half, host, label = self.half, self.host, self.prefix
+        half, structure = self.half, self.structure
         if self.layers.config.shared_hidden:
-            yield from self.layers.mlp(f"{label}.shared", half, again=False, inside="shared")
+            yield from self.layers.mlp(f"{self.prefix}.shared", half, again=False, inside="shared")
         yield
         self.entering.land()
-        over_ex = "ex" in self.structure.used_axes
+        if structure.sends:
+            self._land()
+        self._expand(list, BackwardBytes(2 * half.pairs_nbytes, half.joined_nbytes, half.kept_by_experts_nbytes))
+        yield from self._inside()
+        self._contract(half.joined_nbytes if structure.copies_rows else 0)
+
+    def _land(self) -> None:
+        """Unpack the tokens that have arrived, and sort their choices by expert."""
+        half, host, label, over_ex = self.half, self.host, self.prefix, "ex" in self.structure.used_axes
 
         def leave_experts() -> None:
-            host.allocate(half.arrived_stream_nbytes)
-            host.free(half.joined_nbytes)
-            host.need(half.arrived_packed_nbytes)
+            if over_ex:
+                host.allocate(half.arrived_stream_nbytes)
+                host.free(half.joined_nbytes)
             host.allocate(half.arrived_packed_nbytes)
             host.free(half.arrived_stream_nbytes)
 
         host.on_backward(leave_experts, reads=False)
-        for nbytes in (half.joined_nbytes, half.joined_scores_nbytes) if over_ex else ():
-            self._exchange("all_gather", "reduce_scatter", nbytes)
-        sorting = ElementwiseOp(f"order {label}", 2 * half.joined_nbytes)
-        host.compute(sorting)
+        if over_ex:
+            host.communicate(lambda: half.message("all_gather", "ex", half.joined_packed_nbytes, label))
+            self._back_at_once(lambda: half.message("reduce_scatter", "ex", half.joined_scores_nbytes, label))
+            self._back_at_once(lambda: half.message("reduce_scatter", "ex", half.joined_nbytes, label))
+        host.compute(ElementwiseOp(f"unpack {label}", 2 * half.joined_packed_nbytes))
+        self._sort(half.arrived_sorting_nbytes, half.arrived_index_nbytes)
 
-        def unsort() -> None:
-            host.compute(sorting)
-            host.need(half.joined_nbytes)
-
-        host.on_backward(unsort, reads=False)
-        made, row = 2 * half.pairs_nbytes, half.joined_nbytes
-        tensors = BackwardBytes(made, row, row)
-        PlannedExperts(self, ("gate", "up"), (half.k, half.expert_n), list, tensors, per_token="neither").run()
-        yield from self._inside()
-        reread = partial(self.layers.reread, half, "y", half.pairs_nbytes, label)
-        again = half.reread_nbytes("pairs_nbytes") if self.structure.cuts_inner else 0
-        tensors = BackwardBytes(row, half.pairs_nbytes, half.kept_pairs_nbytes, again, joins=2 * again)
-        PlannedExperts(self, ("down",), (half.expert_n, half.k), reread, tensors, per_token="neither").run()
+    def _sort(self, nbytes: int, kept: int) -> None:
+        """Sort pairs; what says where each one is exists until backward."""
+        self.host.compute(ElementwiseOp(f"sort {self.prefix}", nbytes))
+        self.host.allocate(kept, "activations")
+        self.host.on_backward(lambda: self.host.free(kept, "activations"), reads=False)
 
     def _return(self) -> Moving:
         """Send the outputs of experts back to the tokens."""
         half, host, label = self.half, self.host, self.prefix
-        over_ex = "ex" in self.structure.used_axes
-        sorting = ElementwiseOp(f"order back {label}", 2 * half.joined_nbytes)
-        host.compute(sorting)
+        if "ex" in self.structure.used_axes:
 
-        def enter_experts() -> None:
-            host.compute(sorting)
-            host.allocate(half.joined_nbytes)
-            host.free(half.arrived_stream_nbytes)
-            host.need(half.joined_nbytes if over_ex else 0)
+            def enter_experts() -> None:
+                host.allocate(half.joined_nbytes)
+                host.free(half.arrived_stream_nbytes)
 
-        host.on_backward(enter_experts, reads=False)
-        if over_ex:
-            self._exchange("reduce_scatter", "all_gather", half.joined_nbytes)
+            host.on_backward(enter_experts, reads=False)
+            host.communicate(lambda: half.message("reduce_scatter", "ex", half.joined_nbytes, label))
+            self._back_at_once(lambda: half.message("all_gather", "ex", half.joined_nbytes, label))
         return host.move(
             "expert",
             lambda: half.all_to_all(half.combine_nbytes, half.combine_sent_nbytes, label, "expert"),
             lambda: half.all_to_all(half.combine_nbytes, half.combine_back_nbytes, label, "expert"),
             arrives=half.arrived_stream_nbytes, leaves=half.sent_stream_nbytes,
         )  # fmt: skip
-
-    def _exchange(self, there: Op, back: Op, nbytes: int) -> None:
-        """Send a message over ex, which is waited for at once, and one in backward."""
-        self.host.communicate(lambda: self.half.message(there, "ex", nbytes, self.prefix))
-        self._back_at_once(lambda: self.half.message(back, "ex", nbytes, self.prefix))
 
     def _back_at_once(self, records: Records) -> None:
         """Send a message in backward that is waited for at once."""
@@ -253,20 +256,21 @@ class MixtureProgram:
 
     # --- the products of experts
 
-    def _expand(self) -> None:
+    def _expand(self, reread: Callable[[], list[Collective]], tensors: BackwardBytes) -> None:
         """Multiply the rows of pairs by gate and up (E18)."""
-        half, layers = self.half, self.layers
-        reread = partial(layers.reread, half, "x", half.entered_nbytes, self.prefix)
-        made = 2 * half.pairs_nbytes
-        tensors = BackwardBytes(made, half.stream_nbytes, half.kept_normed_nbytes, layers.entered_again(half))
-        PlannedExperts(self, ("gate", "up"), (half.k, half.expert_n), reread, tensors, per_token="input").run()
+        PlannedExperts(
+            self, ("gate", "up"), (self.half.k, self.half.expert_n), reread, tensors, per_token="input"
+        ).run()
 
-    def _contract(self) -> None:
-        """Multiply by down, and add up what the experts of a token make (E19)."""
+    def _contract(self, owed: int) -> None:
+        """Multiply by down, and add up what the experts of a token make (E19).
+
+        Backward frees `owed` bytes of the gradient of the sums.
+        """
         half, layers = self.half, self.layers
         reread = partial(layers.reread, half, "y", half.pairs_nbytes, self.prefix)
         again = half.reread_nbytes("pairs_nbytes") if self.structure.cuts_inner else 0
-        tensors = BackwardBytes(gathered(half), half.pairs_nbytes, half.kept_pairs_nbytes, again, joins=2 * again)
+        tensors = BackwardBytes(owed, half.pairs_nbytes, half.kept_pairs_nbytes, again, joins=2 * again)
         PlannedExperts(self, ("down",), (half.expert_n, half.k), reread, tensors, per_token="output").run()
 
     def _activate(self) -> None:
@@ -299,14 +303,15 @@ class LeavingExperts:
         mixture, rows, shared = self.mixture, self.rows, self.shared
         host, half, structure, label = mixture.host, mixture.half, mixture.structure, mixture.prefix
         rows.land()
-        combining = ElementwiseOp(f"combine {label}", 3 * half.sent_stream_nbytes)
-        host.compute(combining)
-
-        def pick() -> None:
+        if structure.copies_rows:
+            combining = ElementwiseOp(f"combine {label}", 2 * half.sent_stream_nbytes)
             host.compute(combining)
-            host.allocate(half.sent_stream_nbytes)
 
-        host.on_backward(pick, reads=False)
+            def pick() -> None:
+                host.compute(combining)
+                host.allocate(half.sent_stream_nbytes)
+
+            host.on_backward(pick, reads=False)
         if structure.over_x and not structure.sharded:
             host.communicate(lambda: half.message("all_gather", "x", half.own_stream_nbytes, label))
         if mixture.layers.config.shared_hidden:
@@ -325,7 +330,7 @@ class PlannedExperts:
         reread: Callable[[], list[Collective]],
         tensors: BackwardBytes,
         *,
-        per_token: Literal["input", "output", "neither"],
+        per_token: Literal["input", "output"],
     ) -> None:
         """`sizes` are features of the input, and of the output of each weight.
 
@@ -333,7 +338,7 @@ class PlannedExperts:
         """
         self.host, self.half, self.label = mixture.host, mixture.half, mixture.prefix
         self.names, self.reread, self.tensors = names, reread, tensors
-        self.picks, self.adds = per_token == "input", per_token == "output"
+        self.picks = per_token == "input"
         self.k, self.n = sizes
         self.kept = mixture.structure.keeps_weights
         """Whether the weights stay gathered until backward."""
@@ -341,7 +346,7 @@ class PlannedExperts:
         self.weights = WeightGroup(self.label, tuple(f"{self.label}.{name}" for name in names))
         rows = self.half.pair_stream_nbytes
         self.picked = ElementwiseOp(f"pick {self.label}", 2 * rows)
-        self.combined = ElementwiseOp(f"combine {self.label}", 3 * rows)
+        self.combined = ElementwiseOp(f"combine {self.label}", 2 * rows)
 
     def run(self) -> None:
         """Compute E1 for all pairs; in backward E2 and, behind a message, E3."""
@@ -352,9 +357,8 @@ class PlannedExperts:
             if self.picks:
                 host.compute(self.picked)
             self._multiply("E1", self.half.pairs, self.k, self.n)
-            if self.picks or self.adds:
-                host.need(rows + (2 * self.tensors.dout if self.picks else rows))
-            if self.adds:
+            host.need(rows + 2 * self.tensors.dout if self.picks else rows)
+            if not self.picks:
                 host.compute(self.combined)
         host.on_backward(self._run_backward)
 
@@ -390,14 +394,13 @@ class PlannedExperts:
 
     def _multiply_back(self) -> None:
         host, rows = self.host, self.half.pair_stream_nbytes
-        if self.adds:
+        if self.picks:
+            host.need(2 * rows + self.half.pairs_nbytes)  # weights add up their parts, each of a copy of its columns
+        else:
             host.compute(self.picked)
         host.allocate(self.tensors.da)
         self._multiply("E2", self.half.pairs, self.n, self.k)
-        if self.picks or self.adds:
-            host.need(3 * rows if self.picks else rows)
-        else:  # several weights add up their parts, each of a copy of its columns
-            host.need(self.tensors.da + self.half.pairs_nbytes if len(self.names) > 1 else 0)
+        host.need(rows)  # of the tokens that one side has
         if self.picks:
             host.compute(self.combined)
 
@@ -405,10 +408,9 @@ class PlannedExperts:
         host, rows = self.host, self.half.pair_stream_nbytes
         (reading or self._read()).wait()
         host.need(self.tensors.joins)
-        copied = rows if self.picks or self.adds else self.half.pairs_nbytes if len(self.names) > 1 else 0
-        host.allocate(copied)
-        if self.picks or self.adds:
-            host.compute(self.picked)  # rows of the input, or of the gradient of the output
+        host.allocate(rows)
+        host.compute(self.picked)  # rows of the input, or of the gradient of the output
+        host.need(self.half.pairs_nbytes if self.picks else 0)
         self._multiply("E3", self.n, self.half.pairs, self.k)
         structure = host.structure
         widens = (
@@ -418,7 +420,7 @@ class PlannedExperts:
         host.allocate(made, "weights")
         host.add_gradients("experts", self.weights, self.turn.of, in_place=False)
         host.free(made, "weights")
-        host.free(copied)
+        host.free(rows)
         host.free(self.tensors.reread)
         host.free(self.tensors.dout)
         host.free(self.tensors.kept, "activations")

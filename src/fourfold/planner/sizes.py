@@ -171,6 +171,7 @@ class Structure:
         self.cuts_inner = self.sharded and self.over_y  # y cuts features inside a sublayer, beyond x
         self.sends = "expert" in axes or "ex" in axes  # tokens go to their experts
         self.folded = any(axis in FOLD_SIZES for axis in axes)  # experts are cut in a way of their own
+        self.copies_rows = self.sends or (self.folded and self.over_x and not self.sharded)  # experts read copies
         self.gathers_weights = GATHERED in axes
         self.gathers_experts = ("ez" if self.folded else GATHERED) in axes
         self.gathers = self.gathers_weights or (self.folded and self.gathers_experts)  # any parameters at all
@@ -460,17 +461,22 @@ class LocalSizes:
         # what it reads and writes: scores, the ids of all experts in order, and those that are chosen
         self.router_cast_nbytes = 0 if wide == item else self.rest * (item + wide)
         self.choosing_nbytes = 4 * self.router_nbytes + 2 * self.m_rest * config.experts * ID_NBYTES
-        # else the experts, or on a fold the MLP beside them, keep this very input
-        gathered = self.policy.keep_gathered and structure.over_x
-        gathered = gathered or (structure.folded and (not config.shared_hidden or config.reads_previous))
-        self.kept_router_nbytes = self.rest * wide if wide != item else self.rest_nbytes if gathered else 0
+        # experts keep copies of the stream, or the stream itself, which the MLP beside them and the router keep as well
+        gathers = self.policy.keep_gathered and structure.over_x
+        copies = structure.copies_rows or (gathers and not structure.folded)
+        alone = gathers or not config.shared_hidden or config.reads_previous  # no MLP beside them keeps the stream
+        kept = self.joined_nbytes if structure.folded else self.kept_normed_nbytes
+        self.kept_by_experts_nbytes = kept if copies or alone else 0
+        itself = self.rest_nbytes if copies and alone else 0
+        self.kept_router_nbytes = self.rest * wide if wide != item else itself
         statistics = self.m_rest * (chosen + (1 if config.normalize_top_k else 0)) * wide
         logits = self.router_nbytes * (2 if config.routing.balances else 1)
         self.kept_choice_nbytes = logits + self.m_rest * config.experts * ID_NBYTES + statistics
         # pairs of a token and one of its experts, by expert
-        sent = self.sent_pairs if structure.folded else self.pairs
-        self.sorting_nbytes = 12 * sent * ID_NBYTES
-        self.pair_index_nbytes = (3 * sent + (self.pairs if structure.folded else 0)) * ID_NBYTES
+        sent, arrived = (self.sent_pairs, self.arrived_pairs) if structure.folded else (self.pairs, 0)
+        self.sorting_nbytes, self.arrived_sorting_nbytes = 12 * sent * ID_NBYTES, 12 * arrived * ID_NBYTES
+        self.pair_index_nbytes = 2 * sent * ID_NBYTES
+        self.arrived_index_nbytes = arrived * (2 * ID_NBYTES + 1)  # with what says which of them have an expert here
         self.pair_score_nbytes = self.pairs * item
         self.pair_stream_nbytes = self.pairs * self.k * item  # a row of the stream for each
         self.pairs_nbytes = self.pairs * n * item
@@ -488,50 +494,48 @@ class LocalSizes:
     def _size_dispatch(self) -> None:
         """Set the sizes of what travels to experts on a fold and back, if every expert has equally many pairs."""
         config, shape, structure, item = self.config, self.shape, self.structure, self.item
-        x, ranks, own = shape.x, shape.expert, self.coords["expert"]
-        rows = self.m_rest if structure.sharded else part(self.m, x, self.coords["x"])  # that this rank sends
-        pairs, experts = rows * config.top_k, config.experts
-        self.sent_pairs, room = pairs, self._room() if self.policy.pad_experts and structure.sends else 0
-        if room:  # as many rows for every expert
-            pairs = experts * room
-        shares = [chunk(experts, ranks, rank) for rank in range(ranks)]
-
-        def pairs_of(share: range) -> int:
-            """Return the pairs of a rank for the experts of another one."""
-            extra = pairs % experts
-            return len(share) * (pairs // experts) + max(0, min(share.stop, extra) - min(share.start, extra))
-
-        mine = pairs_of(shares[own])
-        arrived = ranks * mine
-        per_expert = pairs // experts
+        x, ranks, routing = shape.x, shape.expert, self.config.routing
+        tokens = self.m_rest if structure.sharded else part(self.m, x, self.coords["x"])  # that this rank sends
+        shares = [chunk(config.experts, ranks, rank) for rank in range(ranks)]
+        own = shares[self.coords["expert"]]
+        if not structure.sends:  # every rank has all experts
+            to_ranks, pairs = [tokens], tokens * config.top_k
+        elif self.policy.pad_experts:
+            limit, most = self._limit(), -(-self.m // x)
+            to_ranks = [routing.most(most, len(shares[0]), limit)[0]] * ranks
+            pairs = routing.most(most, len(own), limit)[1]
+        else:
+            to_ranks = [routing.balanced(tokens, share)[0] for share in shares]
+            pairs = routing.balanced(tokens, own)[1]
+        sent, stayed = sum(to_ranks), to_ranks[self.coords["expert"]]
+        arrived = ranks * stayed
         joined = shape.ex * arrived
-        self.pairs = joined
-        busy = len(shares[own]) if per_expert else max(0, min(shares[own].stop, pairs) - shares[own].start)
-        self.expert_parts = max(1, busy)
+        self.sent_pairs, self.arrived_pairs = tokens * config.top_k, joined * config.top_k if structure.sends else 0
+        self.pairs = shape.ex * ranks * pairs
+        self.expert_parts = max(1, min(len(own), self.pairs))
         wide = structure.wide_itemsize
-        row = self.k * item
-        scored = row + wide  # the bits of p travel in further columns
-        away = pairs - mine
-        larger = max(pairs, arrived)
-        self.dispatch_nbytes, self.dispatch_sent_nbytes = larger * scored, away * scored
-        self.dispatch_back_nbytes = (arrived - mine) * scored
-        self.combine_nbytes, self.combine_sent_nbytes = larger * row, (arrived - mine) * row
+        row, scores = self.k * item, config.top_k * wide
+        packed = row + 2 * scores  # the bits of p and ids travel in further columns
+        away = sent - stayed
+        larger = max(sent, arrived)
+        self.dispatch_nbytes, self.dispatch_sent_nbytes = larger * packed, away * packed
+        self.dispatch_back_nbytes = (arrived - stayed) * packed
+        self.combine_nbytes, self.combine_sent_nbytes = larger * row, (arrived - stayed) * row
         self.combine_back_nbytes = away * row
-        count = len(shares[own])
-        self.counts_nbytes = max(experts, count * ranks) * ID_NBYTES
-        self.counts_sent_nbytes = (experts - count) * ID_NBYTES
-        self.counts_joined_nbytes = shape.ex * ranks * count * ID_NBYTES
-        self.sent_stream_nbytes = self.sent_pairs * row  # a row for each pair of this rank
-        self.packed_nbytes = pairs * scored
-        self.arrived_stream_nbytes, self.arrived_packed_nbytes = arrived * row, arrived * scored
-        self.joined_nbytes, self.joined_scores_nbytes = joined * row, joined * wide
+        self.counts_nbytes = 2 * ranks * ID_NBYTES  # rows and pairs
+        self.counts_sent_nbytes = 2 * (ranks - 1) * ID_NBYTES
+        self.counts_joined_nbytes = shape.ex * self.counts_nbytes
+        self.sent_stream_nbytes, self.packed_nbytes = sent * row, sent * packed
+        self.arrived_stream_nbytes, self.arrived_packed_nbytes = arrived * row, arrived * packed
+        self.joined_nbytes, self.joined_scores_nbytes = joined * row, joined * scores
+        self.joined_packed_nbytes = joined * packed
         self.gathered_ids_nbytes = self.m_rest * x * config.top_k * 4  # int32
         # whole along x again, where activations are not sharded
         self.own_scores_nbytes = part(self.m, x, 0) * x * config.top_k * wide
         self.own_stream_nbytes = part(self.m, x, 0) * x * row
 
-    def _room(self) -> int:
-        """Return how many rows are sent for each expert where these are padded (`nn.router.most_of_an_expert`)."""
+    def _limit(self) -> int:
+        """Return how many pairs an expert takes of a rank's tokens (`nn.router.most_of_an_expert`)."""
         config, seq = self.config, self.seq
         if not config.capacity or self.shape.context > 1 or self.documents is not None:
             raise ValueError(
