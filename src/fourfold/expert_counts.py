@@ -1,4 +1,4 @@
-"""What a run records about its experts, in two files of its folder: the tokens of each, and their way between blocks.
+"""What a run records about its experts, in two files of its folder: the tokens of each, and of two together.
 
 `experts.bin` begins with `HEAD`: eight bytes that name the format, then the numbers of blocks and of experts, 4 bytes
 each. A record of a step follows another: the step and the number of bytes, 4 bytes each, then the counts of all blocks
@@ -6,10 +6,9 @@ and experts, 4 bytes each, block by block, compressed by zlib. All numbers are w
 block without experts has zeros. A record that was cut off when a run died is not read, and the next part of the run
 writes over it.
 
-`transitions.bin` has the same form and other first bytes. A record has, for each block but the last, E x E numbers: how
-many tokens that chose expert e of the block chose expert f of the next one, in the steps since the record before, with
-the numbers of all f behind each other. It is zero where one of the two blocks has no experts, and between the stages of
-a pipeline. The run's config says how often a record is made (`log.transitions_every`).
+`companions.bin` has the same form and other first bytes. A record has E x E numbers for each block: how many tokens
+chose both expert e and expert f, in the steps since the record before, with the numbers of all f behind each other. The
+run's config says how often a record is made (`log.companions_every`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ COUNTS = "experts.bin"
 """The file in a run's folder."""
 MAGIC = b"FFEXPRT1"
 """The first bytes of the file; the last one is the version of the format."""
-TRANSITIONS, TRANSITIONS_MAGIC = "transitions.bin", b"FFTRANS1"
+COMPANIONS, COMPANIONS_MAGIC = "companions.bin", b"FFCOMPN1"
 HEAD = struct.Struct("<8sII")
 RECORD = struct.Struct("<II")
 COUNT = "I" if array("I").itemsize == 4 else "L"
@@ -59,12 +58,12 @@ class StepCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTransitions:
-    """The tokens that chose an expert in one block and another one in the next, over all places, in steps up to one."""
+class StepCompanions:
+    """The tokens that chose both of two experts, over all places, in steps up to one."""
 
     step: int
     by_block: Sequence[int]
-    """The tokens of each expert of the block by each expert of the next one, for all blocks but the last."""
+    """E x E numbers for each block."""
 
 
 class StepsFile:
@@ -102,21 +101,21 @@ class StepsFile:
 
 
 class CountsFile:
-    """The records of a run about its experts, as it trains: counts of every step, and transitions now and then."""
+    """The records of a run about its experts, as it trains: counts of every step, and companions now and then."""
 
     def __init__(self, folder: Path, blocks: int, experts: int, *, after: int = 0) -> None:
         self._counts = StepsFile(folder / COUNTS, MAGIC, blocks, experts, after=after)
-        self._transitions = StepsFile(folder / TRANSITIONS, TRANSITIONS_MAGIC, blocks, experts, after=after)
+        self._companions = StepsFile(folder / COMPANIONS, COMPANIONS_MAGIC, blocks, experts, after=after)
 
-    def write(self, counts: StepCounts, transitions: Iterable[int] | None = None) -> None:
-        """Append the counts of a step, and the transitions since the last record of them, block by block."""
+    def write(self, counts: StepCounts, companions: Iterable[int] | None = None) -> None:
+        """Append the counts of a step, and the companions since the last record of them, block by block."""
         self._counts.append(counts.step, (count for block in counts.by_block for count in block))
-        if transitions is not None:
-            self._transitions.append(counts.step, transitions)
+        if companions is not None:
+            self._companions.append(counts.step, companions)
 
     def close(self) -> None:
         self._counts.close()
-        self._transitions.close()
+        self._companions.close()
 
 
 def read_counts(folder: Path, most: int | None = None, *, last: int | None = None) -> Iterator[StepCounts]:
@@ -129,10 +128,10 @@ def read_counts(folder: Path, most: int | None = None, *, last: int | None = Non
         yield StepCounts(step, [flat[block * experts : (block + 1) * experts] for block in range(blocks)])
 
 
-def read_transitions(folder: Path, last: int) -> Iterator[StepTransitions]:
-    """Yield the last recorded transitions of a run, at most so many records, in order."""
-    for step, flat, _, _ in _read(folder / TRANSITIONS, TRANSITIONS_MAGIC, last=last):
-        yield StepTransitions(step, flat)
+def read_companions(folder: Path, last: int) -> Iterator[StepCompanions]:
+    """Yield the last recorded companions of a run, at most so many records, in order."""
+    for step, flat, _, _ in _read(folder / COMPANIONS, COMPANIONS_MAGIC, last=last):
+        yield StepCompanions(step, flat)
 
 
 def _read(

@@ -1,13 +1,14 @@
-"""Where the experts of a mixture go: a numbering of each block's experts that balances ranks and keeps tokens near.
+"""Where the experts of a mixture go: a numbering of each block's experts that balances ranks and makes messages small.
 
 Rank r along expert holds the experts of its chunk of the numbers 0 to E-1, so a placement is a numbering: `order[b, i]`
 is the expert of block b that gets the number i. The model is the same function after it, with the rows of its weights
 in another order.
 
-Two steps find it. The first balances the load of ranks, block by block: the expert with most tokens goes first, to the
-rank with the least, and exchanges between two ranks then make the busiest one less busy. The second makes fewer tokens
-change their node between the experts of one block and those of the next (ExFlow, MoETuner): experts of one block change
-places, the best pair first, as long as no rank gets more than `SLACK` allows.
+A token is sent once to each rank that has some of its experts (`nn.dispatch`). So less is sent if experts that the same
+tokens choose, its companions, are on one rank. Two steps find a numbering of each block. The first balances the load of
+ranks: the expert with most tokens goes first, to the rank with the least, and exchanges between two ranks then make the
+busiest one less busy. The second exchanges experts of two ranks, the best pair first, so that more companions meet, as
+long as no rank gets more than `SLACK` allows. Of few experts all ways to divide them are tried.
 
 Where tokens choose among groups of experts, the numbers of a group stay next to each other, for the router takes
 neighbours for a group.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from itertools import combinations, product
 from math import factorial, inf, prod
 
@@ -28,19 +29,14 @@ from torch.nn.functional import one_hot
 from fourfold.layout import chunk
 
 SLACK = 1.05
-"""How many times the mean a rank may have for tokens to stay near; more if balance alone does not reach that."""
+"""How many times the mean a rank may have for companions to meet; more if balance alone does not reach that."""
 MOST_DIVISIONS = 3000
 """All ways to divide experts among ranks are tried if there are at most so many: 8 experts on up to 4 ranks, or 7 and 7
 on two. More experts divide evenly enough by exchanges of one for one."""
-MOST_STARTS, FEW_TRANSITIONS = 8, 1 << 18
-"""The search begins from so many divisions of the experts if there are at most so many numbers of transitions, and from
-one if there are more, where a search takes up to minutes."""
-MOST_SWEEPS = 30
-"""How often exchanges go through all blocks at most."""
+STARTS = 3
+"""The search begins from so many divisions; more of them bring less than a hundredth."""
 LEAST = 0.5
 """The least gain of an exchange, in tokens, which are whole numbers."""
-LEAST_GAIN = 2e-3
-"""The share of all transitions that a sweep must bring to a node more, or the search ends: later sweeps bring less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,32 +64,39 @@ class ExpertRanks:
 
 @dataclass(frozen=True, slots=True)
 class PlacementCost:
-    """How even the ranks are with a numbering of experts, and how many tokens change their node."""
+    """How even the ranks are with a numbering of experts, and to how many of them a token goes."""
 
     rank_loads: list[float]
     """The pairs of the busiest rank divided by the mean, by block."""
     node_loads: list[float]
     """The pairs of the busiest node divided by the mean, by block."""
-    leaving: list[float]
-    """The share of the transitions behind each block that lead to another node; empty if none were recorded."""
+    together: list[float]
+    """The share of companions that are on one rank, by block; empty if none were recorded."""
+
+    def ranks_of_a_token(self, chosen: int) -> list[float]:
+        """Return to how many ranks a token goes on average, by block.
+
+        It is exact for two experts of a token. For K it is what follows if companions are independent of each other:
+        with a share s of them on one rank, (1 - (1 - s)^K) / s.
+        """
+        return [(1 - (1 - share) ** chosen) / share if share else float(chosen) for share in self.together]
 
 
-def cost_of(counts: Tensor, transitions: Tensor | None, order: Tensor, where: ExpertRanks) -> PlacementCost:
+def cost_of(counts: Tensor, companions: Tensor | None, order: Tensor, where: ExpertRanks) -> PlacementCost:
     """Return what a numbering costs.
 
-    `counts` [blocks, E] are the pairs of each expert, and `transitions` [blocks - 1, E, E] how many tokens that chose
-    an expert of a block chose one of the next. `order` [blocks, E] is the expert that has each number.
+    `counts` [blocks, E] are the pairs of each expert, and `companions` [blocks, E, E] how many tokens chose both of two
+    experts. `order` [blocks, E] is the expert that has each number.
     """
-    bins, counts = _Bins.of_ranks(where, counts.shape[1]), counts.double()
-    loads = torch.stack([bins.loads(of_block[new]) for of_block, new in zip(counts, order, strict=True)])
+    shares = where.shares(counts.shape[1])
+    bins = _bins(shares)
+    loads = torch.stack([_loads(of_block[new], shares) for of_block, new in zip(counts.double(), order, strict=True)])
     by_node = loads.view(len(loads), where.nodes, where.per_node).sum(2)
-    leaving = []
-    if transitions is not None:
-        for block, found in enumerate(transitions):
-            flows = found[order[block]][:, order[block + 1]]
-            stay = flows[bins.nodes[:, None] == bins.nodes].sum()
-            leaving.append(1 - float(stay) / max(float(flows.sum()), 1.0))
-    return PlacementCost(_worst(loads), _worst(by_node), leaving)
+    together = []
+    for own, new in zip(() if companions is None else companions.double(), order, strict=companions is not None):
+        found = _of_others(own)[new][:, new]
+        together.append(float(found[bins[:, None] == bins].sum() / found.sum().clamp(min=1)))
+    return PlacementCost(_worst(loads), _worst(by_node), together)
 
 
 def _worst(loads: Tensor) -> list[float]:
@@ -101,169 +104,149 @@ def _worst(loads: Tensor) -> list[float]:
     return (loads.max(1).values * loads.shape[1] / loads.sum(1).clamp(min=1)).tolist()
 
 
-def place(counts: Tensor, transitions: Tensor | None, where: ExpertRanks, groups: int = 1) -> Tensor:
-    """Return the numbering [blocks, E] of the experts of consecutive mixtures; see `cost_of` for the arguments.
+def place(counts: Tensor, companions: Tensor | None, where: ExpertRanks, groups: int = 1) -> Tensor:
+    """Return the numbering [blocks, E] of the experts of several blocks; see `cost_of` for the arguments.
 
     `groups` is the number of groups of neighbours among which tokens choose; 1 if they choose among all experts.
     """
-    counts = counts.double()
-    transitions = None if transitions is None else transitions.double()
-    experts = counts.shape[1]
+    met = [None] * len(counts) if companions is None else [_of_others(own) for own in companions.double()]
+    return torch.stack([_place(*block, where, groups) for block in zip(counts.double(), met, strict=True)])
+
+
+def _place(counts: Tensor, met: Tensor | None, where: ExpertRanks, groups: int) -> Tensor:
+    """Return the numbering of one block."""
+    experts = len(counts)
     shares, size = where.shares(experts), experts // groups
     if groups == 1:
-        return _place(counts, transitions, _Bins.of_ranks(where, experts))
+        return _placed(counts, met, shares)
+    every = torch.arange(experts).view(groups, size)
     if all(share % size == 0 for share in shares):  # ranks have whole groups
-        found = _place(*_by_group(counts, transitions, size), _Bins.of_ranks(where, groups))
-        return _expanded(found, _unchanged(counts), size)
-    window = size // max(shares)  # how many ranks have one group
-    if len(set(shares)) > 1 or size % shares[0] or (where.per_node % window and window % where.per_node):
+        of_groups = None if met is None else met.unflatten(1, (groups, size)).sum(2).unflatten(0, (groups, size)).sum(1)
+        return every[_placed(counts.view(groups, size).sum(1), of_groups, where.shares(groups))].flatten()
+    if len(set(shares)) > 1 or size % shares[0]:
         raise ValueError(
-            f"{experts} experts in {groups} groups on {where.number} ranks, {where.per_node} in a node: the "
-            f"{size} experts of a group must stay next to each other, so a rank must hold whole groups, or a group "
-            "whole ranks, and nodes likewise; choose another number of ranks"
+            f"{experts} experts in {groups} groups on {where.number} ranks: the {size} experts of a group must stay "
+            "next to each other, so a rank must hold whole groups, or a group whole ranks; choose another number of "
+            "ranks"
         )
-    inside = _Bins([shares[0]] * window, [0] * window)
-    first = torch.stack(
-        [
-            torch.cat([part + begin for begin, part in zip(range(0, experts, size), parts, strict=True)])
-            for parts in ([_balanced(own, inside) for own in of_block.split(size)] for of_block in counts)
+    inside = shares[: size // shares[0]]  # the ranks that have one group
+    return torch.cat([own[_placed(counts[own], None if met is None else met[own][:, own], inside)] for own in every])
+
+
+def _of_others(companions: Tensor) -> Tensor:
+    """Return the companions of each expert besides itself."""
+    return companions - companions.diag().diag()
+
+
+def _bins(shares: Sequence[int]) -> Tensor:
+    """Return the rank of each number."""
+    return torch.arange(len(shares)).repeat_interleave(torch.tensor(shares))
+
+
+def _loads(counts: Tensor, shares: Sequence[int]) -> Tensor:
+    """Return the load of each rank, given the counts by number."""
+    return torch.stack([part.sum() for part in counts.split(list(shares))])
+
+
+# --- companions
+
+
+def _placed(counts: Tensor, met: Tensor | None, shares: Sequence[int]) -> Tensor:
+    """Return the numbering that divides experts, or groups, among ranks of these sizes."""
+    if met is None or len(shares) == 1:
+        return _balanced(counts, shares)
+    bins = _bins(shares)
+    if _are_few(shares):
+        every = [
+            torch.tensor([item for own in held for item in own]) for held in _divisions(range(len(counts)), shares)
         ]
-    )
-    if window <= where.per_node:  # a group stays in one node: whole groups change places
-        at = [number * window // where.per_node for number in range(groups)]
-        collapsed = _by_group(counts, transitions, size)
-        found = _nearer(*collapsed, _unchanged(collapsed[0]), _Bins([1] * groups, at), [inf] * len(counts))
-        return _expanded(found, first, size)
-    group_of = torch.arange(experts) // size
-    same = group_of[:, None] == group_of
-    bins = _Bins.of_ranks(where, experts)
-    return _nearer(counts, transitions, first, bins, bins.limits(counts, first), allowed=same)
-
-
-def _unchanged(counts: Tensor) -> Tensor:
-    """Return the numbering that leaves every expert where it is."""
-    return torch.arange(counts.shape[1]).repeat(len(counts), 1)
-
-
-def _by_group(counts: Tensor, transitions: Tensor | None, size: int) -> tuple[Tensor, Tensor | None]:
-    """Return the counts and transitions of groups of so many experts."""
-    of_groups = counts.unflatten(1, (-1, size)).sum(2)
-    if transitions is None:
-        return of_groups, None
-    return of_groups, transitions.unflatten(2, (-1, size)).sum(3).unflatten(1, (-1, size)).sum(2)
-
-
-def _expanded(groups: Tensor, inside: Tensor, size: int) -> Tensor:
-    """Return the numbering of experts, given that of groups and the order of the experts inside each group."""
-    return torch.stack([own.view(-1, size)[order].flatten() for order, own in zip(groups, inside, strict=True)])
-
-
-class _Bins:
-    """The bins that experts, or groups of them, are put in: how many each takes, and the node of each."""
-
-    def __init__(self, shares: Sequence[int], node_of_bin: Sequence[int]) -> None:
-        self.shares = list(shares)
-        sizes, self.node_of_bin = torch.tensor(self.shares), torch.tensor(list(node_of_bin))
-        self.bins = torch.arange(len(self.shares)).repeat_interleave(sizes)
-        """The bin of each number."""
-        self.nodes = self.node_of_bin.repeat_interleave(sizes)
-        """The node of each number."""
-
-    @classmethod
-    def of_ranks(cls, where: ExpertRanks, items: int) -> _Bins:
-        return cls(where.shares(items), [rank // where.per_node for rank in range(where.number)])
-
-    @cached_property
-    def of_nodes(self) -> _Bins:
-        """The nodes as bins."""
-        nodes = range(int(self.node_of_bin.max()) + 1)
-        return _Bins([int((self.nodes == node).sum()) for node in nodes], nodes)
-
-    def limits(self, counts: Tensor, even: Tensor) -> list[float]:
-        """Return the load that a bin may have in each block, given a numbering that is as even as it gets."""
-        loads = [self.loads(own[new]) for own, new in zip(counts, even, strict=True)]
-        return [max(float(own.max()), SLACK * float(own.mean())) for own in loads]
-
-    def loads(self, counts: Tensor) -> Tensor:
-        """Return the load of each bin, given the counts by number."""
-        return torch.zeros(len(self.shares), dtype=counts.dtype).index_add_(0, self.bins, counts)
-
-
-def _place(counts: Tensor, transitions: Tensor | None, bins: _Bins) -> Tensor:
-    even = torch.stack([_balanced(of_block, bins) for of_block in counts])
-    if transitions is None or not len(transitions) or len(bins.of_nodes.shares) == 1:
-        return even
-    limits = bins.limits(counts, even), bins.of_nodes.limits(counts, even)
-    starts = MOST_STARTS if transitions.numel() <= FEW_TRANSITIONS else 1
+        busiest = [float(_loads(counts[order], shares).max()) for order in every]
+        limit = max(min(busiest), SLACK * float(counts.sum()) / len(shares))
+        return max(
+            (order for order, load in zip(every, busiest, strict=True) if load <= limit),
+            key=partial(_meeting, met, bins),
+        )
+    even = _balanced(counts, shares)
+    limit = max(float(_loads(counts[even], shares).max()), SLACK * float(counts.sum()) / len(shares))
     noise = torch.Generator().manual_seed(0)  # the same run gives the same numbering
-    best, most = even, _staying(transitions, even, bins)
-    for start in range(starts):
-        # other divisions lead to other ends: where experts are spread evenly, no single exchange may help
-        odd = counts * (0.5 + torch.rand(counts.shape, generator=noise)) if start else counts
-        first = torch.stack([_balanced(of_block, bins.of_nodes) for of_block in odd]) if start else even
-        order = _near_and_even(counts, transitions, first, even, bins, *limits)
-        if (stay := _staying(transitions, order, bins)) > most:
-            best, most = order, stay
-    return best
+    found = [_exchanged(counts, met, even, shares, limit)]
+    for _ in range(1, STARTS):
+        # other divisions lead to other ends: companions first, then balance, then both
+        order = torch.randperm(len(counts), generator=noise)
+        order = _relieved(counts, met, _exchanged(counts, met, order, shares, inf), shares, limit)
+        if float(_loads(counts[order], shares).max()) <= limit:
+            found.append(_exchanged(counts, met, order, shares, limit))
+    return max(found, key=partial(_meeting, met, bins))
 
 
-def _near_and_even(
-    counts: Tensor,
-    transitions: Tensor,
-    first: Tensor,
-    even: Tensor,
-    bins: _Bins,
-    limits: Sequence[float],
-    limits_of_nodes: Sequence[float],
-) -> Tensor:
-    """Return a numbering found from a first one, in two steps; it never exceeds the limits of bins, as `even` does not.
-
-    First only the limits of nodes count, for then experts of very different loads can change places.
-    """
-    by_node = _nearer(counts, transitions, first, bins.of_nodes, limits_of_nodes)
-    order = torch.stack([_balanced_inside(*of_block, bins) for of_block in zip(counts, by_node, strict=True)])
-    for block, new in enumerate(order):
-        if float(bins.loads(counts[block][new]).max()) > limits[block]:
-            order[block] = even[block]
-    return _nearer(counts, transitions, order, bins, limits, begun=True)
+def _meeting(met: Tensor, bins: Tensor, order: Tensor) -> float:
+    """Return how many companions are on one rank."""
+    return float(met[order][:, order][bins[:, None] == bins].sum())
 
 
-def _staying(transitions: Tensor, order: Tensor, bins: _Bins) -> float:
-    """Return how many transitions stay in a node."""
-    same = bins.nodes[:, None] == bins.nodes
-    return sum(float(found[order[block]][:, order[block + 1]][same].sum()) for block, found in enumerate(transitions))
+def _exchanged(counts: Tensor, met: Tensor, order: Tensor, shares: Sequence[int], limit: float) -> Tensor:
+    """Exchange experts of two ranks, the pair first that helps most, as long as no rank gets more than `limit`."""
+    order, bins = order.clone(), _bins(shares)
+    loads = _loads(counts[order], shares)
+    while True:
+        gain, more = _gains(met, order, shares), counts[order] - counts[order][:, None]
+        fits = (loads[bins][:, None] + more <= limit) & (loads[bins] - more <= limit)
+        one, other = divmod(int(gain.masked_fill(~fits, 0).argmax()), len(order))
+        if gain[one, other] < LEAST or not fits[one, other]:
+            return order
+        loads[bins[one]] += more[one, other]
+        loads[bins[other]] -= more[one, other]
+        order[[one, other]] = order[[other, one]]
+
+
+def _relieved(counts: Tensor, met: Tensor, order: Tensor, shares: Sequence[int], limit: float) -> Tensor:
+    """Exchange experts of the busiest rank until it has at most `limit`, first those that cost fewest companions."""
+    order, bins = order.clone(), _bins(shares)
+    for _ in range(4 * len(order)):
+        loads = _loads(counts[order], shares)
+        busiest = int(loads.argmax())
+        if loads[busiest] <= limit:
+            break
+        less = (counts[order][:, None] - counts[order]).clamp(max=float(loads[busiest]) - limit)
+        after = loads[bins] + counts[order][:, None] - counts[order]  # of the rank that takes the busy expert
+        helps = (bins[:, None] == busiest) & (bins != busiest) & (less > 0) & (after < loads[busiest])
+        if not helps.any():
+            break
+        worth = (_gains(met, order, shares) / less).masked_fill(~helps, -float("inf"))
+        one, other = divmod(int(worth.argmax()), len(order))
+        order[[one, other]] = order[[other, one]]
+    return order
+
+
+def _gains(met: Tensor, order: Tensor, shares: Sequence[int]) -> Tensor:
+    """Return how many companions more meet if the experts of two numbers change places, [E, E]."""
+    own, bins = met[order][:, order], _bins(shares)
+    near = own @ one_hot(bins, len(shares)).to(own.dtype)  # of each number's expert on each rank
+    there = near[:, bins] - near.gather(1, bins[:, None])
+    # companions are counted in both directions, and the two do not meet each other
+    return torch.where(bins[:, None] == bins, 0.0, 2 * (there + there.T - 2 * own))
 
 
 # --- balance
 
 
-def _balanced(counts: Tensor, bins: _Bins) -> Tensor:
-    """Return the numbering of one block that balances the bins."""
+def _balanced(counts: Tensor, shares: Sequence[int]) -> Tensor:
+    """Return the numbering of one block that balances the ranks."""
     loads = counts.tolist()
-    if _are_few(bins.shares):
-        held = min(_divisions(range(len(loads)), bins.shares), key=lambda held: max(_sums(held, loads)))
+    if _are_few(shares):
+        held = min(_divisions(range(len(loads)), shares), key=lambda held: max(_sums(held, loads)))
         return torch.tensor([item for own in held for item in own], dtype=torch.long)
-    held: list[list[int]] = [[] for _ in bins.shares]
+    held: list[list[int]] = [[] for _ in shares]
     for item in sorted(range(len(loads)), key=lambda item: (-loads[item], item)):
-        free = [number for number, own in enumerate(held) if len(own) < bins.shares[number]]
+        free = [number for number, own in enumerate(held) if len(own) < shares[number]]
         held[min(free, key=lambda number: sum(loads[each] for each in held[number]))].append(item)
     while _even_out(held, loads):
         pass
     return torch.tensor([item for own in held for item in sorted(own)])
 
 
-def _balanced_inside(counts: Tensor, order: Tensor, bins: _Bins) -> Tensor:
-    """Return the numbering of a block that balances the bins inside each node, whose experts stay there."""
-    found = order.clone()
-    for node in range(len(bins.of_nodes.shares)):
-        here, own = order[bins.nodes == node], (bins.node_of_bin == node).tolist()
-        inside = [share for share, mine in zip(bins.shares, own, strict=True) if mine]
-        found[bins.nodes == node] = here[_balanced(counts[here], _Bins(inside, [0] * len(inside)))]
-    return found
-
-
 def _even_out(held: list[list[int]], loads: Sequence[float]) -> bool:
-    """Divide the items of the busiest bin and another anew, so that both have less; return whether that is possible."""
+    """Divide the items of the busiest rank and another anew, so that both have less; return whether that works."""
     of_bins = _sums(held, loads)
     order = sorted(range(len(held)), key=of_bins.__getitem__)
     busiest = order.pop()
@@ -278,7 +261,7 @@ def _even_out(held: list[list[int]], loads: Sequence[float]) -> bool:
 
 
 def _divided(one: list[int], other: list[int], loads: Sequence[float]) -> list[list[int]]:
-    """Return the items of two bins, divided so that the busier one has as little as possible."""
+    """Return the items of two ranks, divided so that the busier one has as little as possible."""
     if _are_few(shares := [len(one), len(other)]):
         return min(_divisions(one + other, shares), key=lambda held: max(_sums(held, loads)))
     total, own = _sums([one + other, one], loads)
@@ -292,18 +275,18 @@ def _divided(one: list[int], other: list[int], loads: Sequence[float]) -> list[l
 
 
 def _sums(held: Sequence[Sequence[int]], loads: Sequence[float]) -> list[float]:
-    """Return the load of each bin."""
+    """Return the load of each rank."""
     return [sum(loads[item] for item in own) for own in held]
 
 
 def _are_few(shares: Sequence[int]) -> bool:
-    """Return whether so few ways divide items into bins of these sizes that all can be tried."""
+    """Return whether so few ways divide items among ranks of these sizes that all can be tried."""
     # the first test keeps the factorials small
     return sum(shares) <= MOST_DIVISIONS and factorial(sum(shares)) <= MOST_DIVISIONS * prod(map(factorial, shares))
 
 
 def _divisions(items: Sequence[int], shares: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Yield every way to divide items into bins of these sizes."""
+    """Yield every way to divide items among ranks of these sizes."""
     if not shares:
         yield []
         return
@@ -311,140 +294,3 @@ def _divisions(items: Sequence[int], shares: Sequence[int]) -> Iterator[list[lis
         left = [item for item in items if item not in own]
         for others in _divisions(left, shares[1:]):
             yield [list(own), *others]
-
-
-# --- nearness
-
-
-def _nearer(
-    counts: Tensor,
-    transitions: Tensor | None,
-    order: Tensor,
-    bins: _Bins,
-    limits: Sequence[float],
-    *,
-    allowed: Tensor | None = None,
-    begun: bool = False,
-) -> Tensor:
-    """Return a numbering with which fewer tokens change their node, found by exchanges from `order`.
-
-    `limits` are the loads that a bin may have, by block, and `allowed` [numbers, numbers] says which numbers may be
-    exchanged. `begun` says that `order` was made for these transitions.
-    """
-    if transitions is None or not len(transitions) or len(bins.of_nodes.shares) == 1:
-        return order
-    order = order.clone()
-    search = _Exchanges(counts, transitions, order, bins, limits, allowed)
-    if not begun:
-        for block in range(1, len(order)):  # first each block beside the one before it
-            search.exchange(block, after=False)
-    for _ in range(MOST_SWEEPS):
-        gained = sum(search.exchange(block) for block in range(len(order)))
-        if allowed is None:
-            gained += sum(search.exchange_bins(block) for block in range(len(order)))
-            gained += sum(search.rename_nodes(block) for block in range(1, len(order)))
-        if gained <= LEAST_GAIN * float(transitions.sum()):
-            break
-    return order
-
-
-class _Exchanges:
-    """Exchanges experts between nodes, in place in `order`, as long as a token less changes its node."""
-
-    def __init__(
-        self,
-        counts: Tensor,
-        transitions: Tensor,
-        order: Tensor,
-        bins: _Bins,
-        limits: Sequence[float],
-        allowed: Tensor | None,
-    ) -> None:
-        self.counts, self.transitions, self.order = counts, transitions, order
-        self.bins, self.limits, self.allowed = bins, limits, allowed
-        self.at = one_hot(bins.nodes, int(bins.node_of_bin.max()) + 1).double()
-        """Which node each number is on, [numbers, nodes]."""
-
-    def exchange(self, block: int, *, after: bool = True) -> float:
-        """Exchange experts of a block, the pair first that helps most; return how many tokens more stay in a node.
-
-        Without `after` only the transitions from the block before count.
-        """
-        near, gained = self._near(block, after=after), 0.0
-        counts = self.counts[block][self.order[block]]
-        loads, limit, bins, nodes = self.bins.loads(counts), self.limits[block], self.bins.bins, self.bins.nodes
-        while True:
-            gain = _gains(near, nodes)
-            more = counts - counts[:, None]  # what the bin of the row's number gets more
-            kept = (loads[bins][:, None] + more <= limit) & (loads[bins] - more <= limit)
-            kept = kept if self.allowed is None else kept & self.allowed
-            one, other = _best(gain.masked_fill(~kept, 0))
-            if gain[one, other] < LEAST or not kept[one, other]:
-                return gained
-            change = more[one, other].clone()
-            loads[bins[one]] += change
-            loads[bins[other]] -= change
-            gained += float(gain[one, other])
-            for values in (self.order[block], counts, near):
-                values[[one, other]] = values[[other, one]]
-
-    def exchange_bins(self, block: int) -> float:
-        """Exchange all experts of two bins of equal sizes, as `exchange` does with single ones; no load gets larger."""
-        near = self._near(block)
-        of_bins = torch.zeros(len(self.bins.shares), near.shape[1], dtype=near.dtype)
-        of_bins.index_add_(0, self.bins.bins, near)
-        sizes, gained = torch.tensor(self.bins.shares), 0.0
-        while True:
-            gain = _gains(of_bins, self.bins.node_of_bin).masked_fill(sizes != sizes[:, None], 0)
-            one, other = _best(gain)
-            if gain[one, other] < LEAST:
-                return gained
-            gained += float(gain[one, other])
-            of_bins[[one, other]] = of_bins[[other, one]]
-            self._swap(self.order[block : block + 1], self.bins.bins == one, self.bins.bins == other)
-
-    def rename_nodes(self, block: int) -> float:
-        """Exchange whole nodes in this block and all behind it, where that helps; return how many tokens more stay.
-
-        No load changes, and single exchanges would have to go uphill before they got there.
-        """
-        gained = 0.0
-        while True:
-            flows = self.transitions[block - 1][self.order[block - 1]][:, self.order[block]]
-            near = self.at.T @ flows.T @ self.at  # from each node, by the node it leads to
-            gain = _gains(near, torch.arange(len(near)))
-            one, other = _best(gain)
-            if gain[one, other] < LEAST or not self._alike(one, other):
-                return gained
-            gained += float(gain[one, other])
-            self._swap(self.order[block:], self.bins.nodes == one, self.bins.nodes == other)
-
-    def _near(self, block: int, *, after: bool = True) -> Tensor:
-        """Return how many tokens of each number's expert are on each node in the blocks beside it, [numbers, nodes]."""
-        near = torch.zeros_like(self.at)
-        if block:
-            near += self.transitions[block - 1][self.order[block - 1]][:, self.order[block]].T @ self.at
-        if after and block < len(self.transitions):
-            near += self.transitions[block][self.order[block]][:, self.order[block + 1]] @ self.at
-        return near
-
-    @staticmethod
-    def _swap(orders: Tensor, one: Tensor, other: Tensor) -> None:
-        """Exchange the experts that two sets of numbers have in some blocks."""
-        first, second = torch.nonzero(one).flatten(), torch.nonzero(other).flatten()
-        orders[:, torch.cat([first, second])] = orders[:, torch.cat([second, first])]
-
-    def _alike(self, one: int, other: int) -> bool:
-        """Return whether two nodes have bins of the same sizes."""
-        first, second = (self.bins.bins[self.bins.nodes == node] for node in (one, other))
-        return len(first) == len(second) and bool((first - first[0] == second - second[0]).all())
-
-
-def _gains(near: Tensor, nodes: Tensor) -> Tensor:
-    """Return how many tokens more stay in their node if two things change places, given what each has on each node."""
-    there = near[:, nodes] - near.gather(1, nodes[:, None])
-    return there + there.T
-
-
-def _best(gain: Tensor) -> tuple[int, int]:
-    return divmod(int(gain.argmax()), len(gain))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from curves import config_of, write_texts
-from fourfold.expert_counts import COUNTS, CountsFile, StepCounts, read_transitions
+from fourfold.expert_counts import COUNTS, CountsFile, StepCounts, read_companions
 from fourfold.shape import Shape
 from fourfold.train.config import TrainConfig
 from harness import pool
@@ -19,7 +19,7 @@ from runs import Left, assert_error, cli, column, trained
 EXPERTS, LAYERS, TOP_K = 16, 3, 4
 CHANGES = {
     "model.experts": EXPERTS, "model.layers": LAYERS, "model.top_k": TOP_K, "optimizer.schedule": "constant",
-    "optimizer.warmup": 0, "log.transitions_every": 2, "train.evaluate_every": 0,
+    "optimizer.warmup": 0, "log.companions_every": 2, "train.evaluate_every": 0,
 }  # fmt: skip
 
 
@@ -29,21 +29,21 @@ def config(folder: Path, steps: int, shape: Shape, **more: Any) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of three steps, with counts that were made uneven, and tokens that go between clusters."""
+    """The folder of a run of three steps, with counts that were made uneven, and experts that are chosen together."""
     folder = tmp_path_factory.mktemp("experts")
     write_texts(folder)
     pool(1).run(trained, config(folder, 3, Shape()), folder / "run")
-    assert [record.step for record in read_transitions(folder / "run", 9)] == [2, 3]
+    assert [record.step for record in read_companions(folder / "run", 9)] == [2, 3]
     popular = [1 + 40 * (expert % 4 == 1) + 3 * expert for expert in range(EXPERTS)]
-    flows = [
-        here * there * (9 if (e // 4 + f // 4 + block) % 2 else 1)
-        for block in range(LAYERS - 1)
+    met = [
+        here * there * (9 if (e + block) % 4 == (f + block) % 4 else 1)
+        for block in range(LAYERS)
         for e, here in enumerate(popular)
         for f, there in enumerate(popular)
     ]
     file = CountsFile(folder / "run", LAYERS, EXPERTS)
     for step in (1, 2, 3):
-        file.write(StepCounts(step, [popular] * LAYERS), flows if step == 3 else None)
+        file.write(StepCounts(step, [popular] * LAYERS), met if step == 3 else None)
     file.close()
     return folder / "run"
 
@@ -63,10 +63,10 @@ def test_show_draws_loads_and_says_what_placing_brings(run: Path) -> None:
     today, placed = found["placement"]["today"], found["placement"]["placed"]
     assert today["rank_load"]["worst"] > 1.2
     assert placed["rank_load"]["worst"] <= 1.1
-    assert placed["leaving"] <= 0.8 * today["leaving"]
-    assert placed["direct_bytes"] <= 0.8 * today["direct_bytes"]
+    assert placed["ranks_of_a_token"] <= 0.95 * today["ranks_of_a_token"]
+    assert placed["bytes_between_nodes"] <= 0.95 * today["bytes_between_nodes"]
     text = experts("show", run, "--expert", 4, "--node", 2).out
-    assert "4 ranks along expert, 2 in a node" in text and "next expert on another node" in text
+    assert "4 ranks along expert, 2 in a node" in text and "ranks that a token goes to" in text
 
 
 def test_a_placed_run_goes_on_with_the_same_losses(ranks: Any, run: Path, tmp_path: Path) -> None:

@@ -737,7 +737,7 @@ def test_weights_and_biases_gets_what_the_file_gets(tmp_path: Path, monkeypatch:
         "tensorboard": False,
         "wandb": "project",
         "peak_flops": None,
-        "transitions_every": 100,
+        "companions_every": 100,
     }
     assert logged == ("log", (3, {"step/loss": 1.5, "step/wire_bytes/x": 7.0, "step/skipped": 0.0}))
     assert finished == ("finish", None)

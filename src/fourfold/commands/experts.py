@@ -26,8 +26,8 @@ from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.load import CHECKPOINTS, find_checkpoint
 from fourfold.checkpoint.renumber import renumber
 from fourfold.commands.output import show_document
-from fourfold.expert_counts import COUNTS, TRANSITIONS, StepCounts, read_counts, read_transitions
-from fourfold.expert_placement import ExpertRanks, PlacementCost, cost_of, place
+from fourfold.expert_counts import COMPANIONS, COUNTS, StepCounts, read_companions, read_counts
+from fourfold.expert_placement import ExpertRanks, cost_of, place
 from fourfold.models.config import ModelConfig
 from fourfold.report.plan_text import coloured
 from fourfold.report.units import aligned, nbytes, percent, plural
@@ -59,8 +59,8 @@ class ExpertsOfRun:
     """The numbers of the blocks that have experts."""
     counts: Tensor
     """The pairs of each expert, [blocks, E]."""
-    transitions: Tensor | None
-    """The tokens from each expert of a block to each of the next, [blocks - 1, E, E]; None if they are not recorded."""
+    companions: Tensor | None
+    """The tokens that chose both of two experts, [blocks, E, E]; None if they are not recorded."""
 
     @classmethod
     def read(cls, folder: Path) -> ExpertsOfRun:
@@ -84,8 +84,8 @@ class ExpertsOfRun:
         counts = torch.tensor([one.by_block for one in found]).sum(0)[blocks]
         if int(counts.sum(1).min()) == 0:
             raise ValueError(f"{folder}: the experts of a block have had no token at all; train some more steps")
-        transitions = _transitions(folder, config, model, blocks)
-        return cls(folder, config, model, [one.step for one in found], blocks, counts, transitions)
+        companions = _companions(folder, config, model, blocks)
+        return cls(folder, config, model, [one.step for one in found], blocks, counts, companions)
 
     def where(self, expert: int | None, node: int | None) -> ExpertRanks:
         """Return the ranks to place for: those that are given, else those of the run's grid."""
@@ -101,35 +101,31 @@ class ExpertsOfRun:
     def place(self, where: ExpertRanks) -> Tensor:
         """Return the numbering that suits these ranks, [blocks, E]."""
         model = self.model
-        return place(self.counts, self.transitions, where, model.groups if model.top_groups < model.groups else 1)
+        return place(self.counts, self.companions, where, model.groups if model.top_groups < model.groups else 1)
 
     def costs(self, where: ExpertRanks, order: Tensor) -> dict[str, Any]:
         """Return what today's numbering and another one cost on these ranks."""
-        today = torch.arange(self.model.experts).repeat(len(self.blocks), 1)
-        pairs, row = self.counts.sum(1) / len(self.steps), self.model.hidden * DTYPES[self.config.policy.dtype].itemsize
-        # to the experts and back, in forward and in backward
-        dispatched = 4 * row * float(pairs.sum()) * (1 - 1 / where.nodes)
+        model, today = self.model, torch.arange(self.model.experts).repeat(len(self.blocks), 1)
+        tokens = (self.counts.sum(1) / len(self.steps) / model.top_k).tolist()
+        item = DTYPES[self.config.policy.dtype].itemsize
+        # to the experts and back, in forward and in backward; one way p and ids travel as well
+        row = 4 * model.hidden * item + 4 * model.top_k * max(4, item)
 
         def load(by_block: list[float]) -> dict[str, Any]:
             return {"mean": fmean(by_block), "worst": max(by_block), "by_block": by_block}
 
-        def entry(cost: PlacementCost) -> dict[str, Any]:
-            sent = zip(cost.leaving, pairs.tolist(), strict=False)  # nothing is sent on behind the last block
+        def entry(order: Tensor) -> dict[str, Any]:
+            cost = cost_of(self.counts, self.companions, order, where)
+            ranks = cost.ranks_of_a_token(model.top_k)
+            rows = sum(many * each for many, each in zip(tokens, ranks, strict=True)) if ranks else None
             return {
                 "rank_load": load(cost.rank_loads),
                 "node_load": load(cost.node_loads),
-                "leaving": fmean(cost.leaving) if cost.leaving else None,
-                # forward and backward
-                "direct_bytes": 2 * row * sum(share * many for share, many in sent) if cost.leaving else None,
+                "ranks_of_a_token": fmean(ranks) if ranks else None,
+                "bytes_between_nodes": None if rows is None else row * rows * (1 - 1 / where.nodes),
             }
 
-        return {
-            "expert": where.number,
-            "node": where.per_node,
-            "dispatched_bytes": dispatched,
-            "today": entry(cost_of(self.counts, self.transitions, today, where)),
-            "placed": entry(cost_of(self.counts, self.transitions, order, where)),
-        }
+        return {"expert": where.number, "node": where.per_node, "today": entry(today), "placed": entry(order)}
 
 
 def _require_shape(folder: Path, model: ModelConfig, counts: StepCounts) -> None:
@@ -142,19 +138,19 @@ def _require_shape(folder: Path, model: ModelConfig, counts: StepCounts) -> None
         )
 
 
-def _transitions(folder: Path, config: TrainConfig, model: ModelConfig, blocks: Sequence[int]) -> Tensor | None:
-    """Return the transitions behind each block with experts but the last, in the newest records."""
-    every = config.log.transitions_every
-    found = list(read_transitions(folder, max(1, RECENT_STEPS // every) if every else 1))
-    if not found or len(blocks) < 2:
+def _companions(folder: Path, config: TrainConfig, model: ModelConfig, blocks: Sequence[int]) -> Tensor | None:
+    """Return the companions in each block with experts, in the newest records."""
+    every = config.log.companions_every
+    found = list(read_companions(folder, max(1, RECENT_STEPS // every) if every else 1))
+    if not found:
         return None
-    sizes = model.layers - 1, model.experts, model.experts
+    sizes = model.layers, model.experts, model.experts
     if len(found[0].by_block) != prod(sizes):
         raise ValueError(
-            f"{folder / TRANSITIONS} has {len(found[0].by_block)} numbers in a record, and the model of config.toml "
+            f"{folder / COMPANIONS} has {len(found[0].by_block)} numbers in a record, and the model of config.toml "
             f"{' x '.join(map(str, sizes))}; they are of two runs: copy the folder again"
         )
-    total = torch.stack([torch.tensor(one.by_block) for one in found]).sum(0).view(sizes)[blocks[:-1]]
+    total = torch.stack([torch.tensor(one.by_block) for one in found]).sum(0).view(sizes)[blocks]
     return total if total.any() else None
 
 
@@ -235,20 +231,14 @@ def _placement_lines(found: Mapping[str, Any]) -> Iterator[str]:
     for what in ("rank", "node") if nodes > 1 else ("rank",):
         add(f"busiest {what}, max/mean", lambda each, key=f"{what}_load": f"{each[key]['mean']:.3f}")
         add("  in the worst block", lambda each, key=f"{what}_load": f"{each[key]['worst']:.3f}")
-    if nodes > 1 and today["leaving"] is not None:
-        add("next expert on another node", lambda each: percent(each["leaving"]))
-        add("bytes between nodes, sent on", lambda each: nbytes(each["direct_bytes"]))
-    if nodes > 1:
-        add("bytes between nodes, by way of home", lambda _: nbytes(found["dispatched_bytes"]))
+    known = today["ranks_of_a_token"] is not None
+    if known:
+        add("ranks that a token goes to", lambda each: f"{each['ranks_of_a_token']:.2f}")
+    if known and nodes > 1:
+        add("bytes between nodes in a step", lambda each: nbytes(each["bytes_between_nodes"]))
     yield from aligned(rows, right=(1, 2))
-    if nodes == 1:
-        return
-    yield (
-        "Bytes of a step. The dispatch brings each token home between two blocks, so how much it sends between nodes "
-        "hardly depends on the numbering, only the balance does; sent on is what it would send from expert to expert."
-    )
-    if today["leaving"] is None:
-        yield "No transitions were recorded (log.transitions_every), so only the load is balanced."
+    if not known:
+        yield "What tokens choose together was not recorded (log.companions_every), so only the load is balanced."
 
 
 def place_experts(options: argparse.Namespace, _: object) -> int:

@@ -41,7 +41,7 @@ from fourfold.nn.loss import IGNORE_INDEX, count_first, cross_entropy, sum_halve
 from fourfold.nn.moe import Leaving, MoE
 from fourfold.nn.norm import Norm
 from fourfold.nn.rng import key_of
-from fourfold.nn.router import LossWeight, Router, Sequences, Transitions
+from fourfold.nn.router import LossWeight, Router, Sequences
 from fourfold.offload import OffloadedInputs, Offloader
 from fourfold.operators import AsyncResult, Ready
 from fourfold.pipeline import Half, MicroBatch, run_plain
@@ -279,7 +279,6 @@ class Transformer(Layer):
         """Whether the last batch was told where its documents begin."""
         self._drops = True
         """Whether the capacity of experts counts."""
-        self._transitions: Transitions | None = None
         self.stages = _stages(config, grid, policy)
         own = self.stages.of_rank(grid.coords[PIPE])
         first, last = (any(map(has, own)) for has in (self.stages.has_embedding, self.stages.has_head))
@@ -490,25 +489,23 @@ class Transformer(Layer):
         """
         return self._counted("dropped", 1)[:, 0]
 
-    def count_transitions(self) -> None:
-        """Count from now on how many tokens go from each expert of a block to each of the next (`transitions`)."""
-        if self._transitions is None and self.config.experts:
-            self._transitions = Transitions(self.config.layers, self.config.experts, self.grid.device)
-            for index, router in self._routers_by_layer():
-                router.transitions = self._transitions, index
+    def count_companions(self) -> None:
+        """Count from now on how many tokens choose both of two experts (`companions`)."""
+        experts = self.config.experts
+        for router in self._routers():
+            if router.companions is None:
+                router.companions = torch.zeros(experts, experts, dtype=torch.long, device=self.grid.device)
 
-    def transitions(self) -> Tensor:
-        """Return how many tokens that chose an expert of a block chose another one in the next since the last call,
-        [layers - 1, E, E], in passes of training.
+    def companions(self) -> Tensor:
+        """Return how many tokens of each block chose both of two experts since the last call, [layers, E, E], in passes
+        of training.
 
-        Call `count_transitions` before. All ranks call it and get the sum over all places. Between blocks of different
-        stages of a pipeline there are none. Passes that backward computes again do not count.
+        Call `count_companions` before. All ranks call it and get the sum over all places. Passes that backward computes
+        again do not count.
         """
-        if self._transitions is None:
-            raise RuntimeError("transitions are not counted; call model.count_transitions() before the steps, once")
-        counts = self._transitions.table.clone()
-        self._transitions.table.zero_()
-        return self._summed(counts, "transitions")
+        if any(router.companions is None for router in self._routers()):
+            raise RuntimeError("companions are not counted; call model.count_companions() before the steps, once")
+        return self._counted("companions", self.config.experts, self.config.experts)
 
     def _routers_by_layer(self) -> Iterator[tuple[int, Router]]:
         """Yield the routers of this rank's blocks, with the number of the block."""
@@ -516,17 +513,13 @@ class Transformer(Layer):
             if isinstance(mixture := getattr(block, "mlp", None), MoE):
                 yield index, mixture.router
 
-    def _counted(self, name: str, width: int) -> Tensor:
-        """Return counts of all routers, summed over all places, [layers, width], and begin to count anew."""
-        counts = torch.zeros(self.config.layers, width, dtype=torch.long, device=self.grid.device)
+    def _counted(self, name: str, *sizes: int) -> Tensor:
+        """Return counts of all routers, summed over all places, [layers, *sizes], and begin to count anew."""
+        counts = torch.zeros(self.config.layers, *sizes, dtype=torch.long, device=self.grid.device)
         for index, router in self._routers_by_layer():
             own = getattr(router, name)
             counts[index] = own
             own.zero_()
-        return self._summed(counts, name)
-
-    def _summed(self, counts: Tensor, name: str) -> Tensor:
-        """Return counts of this rank's place and blocks, summed over all places and blocks."""
         with self.grid.ledger.not_counted():
             for axis in (*BATCH, PIPE):
                 counts = comm.all_reduce(counts, self.grid, axis, label=f"{name} of experts").wait()
@@ -745,8 +738,6 @@ class Transformer(Layer):
         `arrived` is the stream of each half at rest, where the stage does not begin with the tokens.
         """
         self.engine.offloader.begin()
-        if self._transitions is not None:
-            self._transitions.begin()
         layers = [self.layers[index] for index in self.stages.layers_of(stage)]
         streams = [None] * len(halves) if arrived is None else arrived
         begins = [self._begin(*each) for each in zip(halves, streams, strict=True)]

@@ -292,34 +292,6 @@ def within_capacity(routing: Routing, sequences: Sequences, ids: Tensor, before:
     return number < limits[sequences.of_tokens][:, None]
 
 
-class Transitions:
-    """How many tokens that chose an expert in one block chose another one in the next, [layers - 1, E, E].
-
-    Only blocks that a rank runs one after another count: across the stages of a pipeline nobody knows both choices.
-    The table is memory that never moves, so that a recorded step adds to it.
-    """
-
-    def __init__(self, layers: int, experts: int, device: torch.device) -> None:
-        self.table = torch.zeros(layers - 1, experts, experts, dtype=torch.long, device=device)
-        self._before: dict[int, tuple[int, Tensor]] = {}
-        """The last block that counted and its choices, by half of the batch."""
-
-    def begin(self) -> None:
-        """Forget the choices of the pass before; a pass through a stage begins."""
-        self._before.clear()
-
-    def count(self, layer: int, half: int, ids: Tensor, real: Tensor | None) -> None:
-        """Count the choices [m, K] of the place's tokens in one half of a batch."""
-        before = self._before.get(half)
-        self._before[half] = layer, ids
-        if before is None or before[0] != layer - 1:
-            return
-        experts = self.table.shape[1]
-        pairs = before[1][:, :, None] * experts + ids[:, None, :]
-        ones = torch.ones_like(pairs) if real is None else real[:, None, None].expand_as(pairs).long()
-        self.table[layer - 1].view(-1).index_add_(0, pairs.flatten(), ones.flatten())
-
-
 class BalanceTerm:
     """The gradient of the logits of one half by the two losses of a router, which backward adds.
 
@@ -407,8 +379,9 @@ class Router(Layer):
             # `chosen`: how often tokens of this step's training passes chose each expert. `load` and `dropped`: how
             # many pairs each expert took, and how many none took, since somebody asked the model.
             self.register_buffer(name, torch.zeros(width, dtype=torch.long, device=grid.device), persistent=False)
-        self.transitions: tuple[Transitions, int] | None = None
-        """What counts transitions, and the number of this block, where somebody asks for them."""
+        self.companions: Tensor | None = None
+        """How many tokens chose both of two experts, [E, E], where somebody asks for it. This memory never moves, so
+        that a recorded step adds to it."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         before = self.bias
@@ -441,9 +414,9 @@ class Router(Layer):
         if self.training and torch.is_grad_enabled():
             if self.bias is not None:
                 self.chosen.add_(chosen)
-            if self.transitions is not None:
-                transitions, layer = self.transitions
-                transitions.count(layer, self.engine.turn.index, ids, real)
+            if self.companions is not None:
+                both = (ids[:, :, None] * self.routing.experts + ids[:, None, :]).flatten()
+                self.companions.view(-1).index_add_(0, both, ones.repeat_interleave(ids.shape[1], 1).flatten())
         had = chosen if taken is None else by_expert(ones * taken)
         self.load.add_(had)
         if taken is not None:

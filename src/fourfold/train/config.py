@@ -611,12 +611,12 @@ class LogSection:
     """The Weights & Biases project to log to."""
     peak_flops: float | None = None
     """Peak FLOP/s of one device, for MFU and HFU; by default from its data sheet, on the CPU measured."""
-    transitions_every: int = 100
-    """Steps between records of how many tokens went from each expert of a block to each of the next, which `fourfold
-    experts place` reads; of a mixture of experts only. The last step is followed by one too. 0 counts none."""
+    companions_every: int = 100
+    """Steps between records of how many tokens chose both of two experts, which `fourfold experts place` reads; of a
+    mixture of experts only. The last step is followed by one too. 0 counts none."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, transitions_every=0)
+        require_at_least(self, companions_every=0)
         if self.peak_flops is not None and not self.peak_flops > 0:
             raise ValueError(f"peak_flops={self.peak_flops} must be above 0")
 

@@ -124,9 +124,9 @@ class LanguageModel(ABC):
         device. All ranks call it and get the sum over all places. None without experts."""
         return None
 
-    def transitions(self) -> Tensor | None:
-        """Return how many tokens of each expert of a block went to each of the next since the last call, [blocks - 1,
-        E, E], on the device. All ranks call it and get the sum over all places. None if it is not counted."""
+    def companions(self) -> Tensor | None:
+        """Return how many tokens of each block chose both of two experts since the last call, [blocks, E, E], on the
+        device. All ranks call it and get the sum over all places. None if it is not counted."""
         return None
 
     def notes(self) -> list[str]:
@@ -151,8 +151,8 @@ class ReferenceModel(LanguageModel):
         dtype, seed = config.policy.parameters, config.train.seed
         self._lora = config.lora.build()
         self.module = build(self.config, grid, policy=self._policy, seed=seed, dtype=dtype, lora=self._lora)
-        if config.log.transitions_every:
-            self.module.count_transitions()
+        if config.log.companions_every:
+            self.module.count_companions()
         if self._lora is None:  # frozen weights have fewer FLOPs, which nobody counts
             self.flops = flops_per_token(self.config, config.batch.seq, self._policy)
         batch = config.batch
@@ -206,9 +206,9 @@ class ReferenceModel(LanguageModel):
     def expert_load(self) -> Tensor | None:
         return cast(Transformer, self.module).expert_load() if self.config.experts else None
 
-    def transitions(self) -> Tensor | None:
-        counted = self.config.experts and self._run.log.transitions_every
-        return cast(Transformer, self.module).transitions() if counted else None
+    def companions(self) -> Tensor | None:
+        counted = self.config.experts and self._run.log.companions_every
+        return cast(Transformer, self.module).companions() if counted else None
 
     @cached_property
     def kept_bytes(self) -> dict[str, int]:

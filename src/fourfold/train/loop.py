@@ -104,7 +104,7 @@ class StepInFlight:
     """The attention of the busiest member of rank 0's context group divided by the mean; known on rank 0."""
     load: Tensor | None
     """How many tokens each expert of each block has had, in the host's memory once the device has finished the step."""
-    transitions: Tensor | None
+    companions: Tensor | None
     """How many tokens have gone from each expert of a block to each of the next, likewise; None for most steps."""
     metrics: Callable[[], StepMetrics]
     """Returns the metrics of the step once the device has finished it."""
@@ -489,11 +489,11 @@ class Run:
         # Copied now: reading them later from the device would wait for the next step, which is launched before.
         results = torch.empty(2, dtype=torch.float64, pin_memory=self.meter.on_gpu)
         results.copy_(torch.stack([loss, norm.to(loss.dtype)]), non_blocking=True)
-        due = _due(step, self.config.log.transitions_every) or step == self.config.train.steps
-        transitions = self.language_model.transitions() if due else None
-        load, transitions = self._on_host(load), self._on_host(transitions)
+        due = _due(step, self.config.log.companions_every) or step == self.config.train.steps
+        companions = self.language_model.companions() if due else None
+        load, companions = self._on_host(load), self._on_host(companions)
         metrics = self.meter.end(replayed=graph is not None and graph.replayed)
-        about = data, real_tokens, imbalance, load, transitions, metrics
+        about = data, real_tokens, imbalance, load, companions, metrics
         self._in_flight.append(StepInFlight(step, learning_rate, results, limit, clipped, *about))
 
     def _on_host(self, counts: Tensor | None) -> Tensor | None:
@@ -575,7 +575,7 @@ class Run:
         event["expert_load"] = {"worst": max(loads), "mean": fmean(loads), "unused": counts.unused}
         if self._counts is not None:
             try:
-                self._counts.write(counts, None if done.transitions is None else done.transitions.flatten().tolist())
+                self._counts.write(counts, None if done.companions is None else done.companions.flatten().tolist())
             except OSError as error:
                 warn(f"the counts of experts are no longer recorded: {error.strerror}; the run continues")
                 self._close_counts()

@@ -8,7 +8,7 @@
                     step once, even if the run was resumed
     experts.bin     of a mixture of experts: the tokens of each expert in each block, step by step; `expert_counts.py`
                     describes the format, and that of
-    transitions.bin the tokens that went from each expert of a block to each of the next
+    companions.bin  the tokens that chose both of two experts
     machine.toml    the machine file of the prediction, corrected by what the run measured
     tensorboard/    the same for TensorBoard, if it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step

@@ -1,4 +1,4 @@
-"""How tokens go from the experts of one block to those of the next: counted alike on every grid."""
+"""Which experts tokens choose together: counted alike on every grid."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def expected() -> Tensor:
     """Count over the tokens, one by one, what a model in one process has chosen."""
     model = plain.make(CONFIG, 5)
     model.logits(model.hidden(batch()[0]))
-    counts = torch.zeros(CONFIG.layers - 1, CONFIG.experts, CONFIG.experts, dtype=torch.long)
-    for block, (here, there) in enumerate(zip(model.mixtures[:-1], model.mixtures[1:], strict=True)):
-        for (_, before), (_, after) in zip(here.routed, there.routed, strict=True):
-            for first, second in zip(before, after, strict=True):
-                for e in first:
-                    counts[block + CONFIG.dense_layers, e, second] += 1
+    counts = torch.zeros(CONFIG.layers, CONFIG.experts, CONFIG.experts, dtype=torch.long)
+    for block, layer in enumerate(model.mixtures):
+        for _, choices in layer.routed:
+            for chosen in choices:
+                for e in chosen:
+                    counts[block + CONFIG.dense_layers, e, chosen] += 1
     return counts
 
 
 def counted(shape: Shape, policy: dict[str, Any], micro_steps: int) -> list[Tensor]:
     grid = grid_of(shape)
     model = ff.models.build(CONFIG, grid, policy=Policy(**policy), dtype=torch.float64, seed=5)
-    with pytest.raises(RuntimeError, match=r"call model\.count_transitions\(\)"):
-        model.transitions()
-    model.count_transitions()
+    with pytest.raises(RuntimeError, match=r"call model\.count_companions\(\)"):
+        model.companions()
+    model.count_companions()
     found = []
     for _ in range(2):
         tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
@@ -58,17 +58,14 @@ def counted(shape: Shape, policy: dict[str, Any], micro_steps: int) -> list[Tens
                 model(*part).backward()
         with torch.no_grad():
             model(tokens)
-        found.append(model.transitions())
+        found.append(model.companions())
     return found
 
 
 @pytest.mark.parametrize("case", others_slow(CASES, 3), ids=lambda case: f"{case[0]}-{case[2]}")
-def test_transitions_are_those_of_one_process(ranks: Any, case: tuple[Shape, dict[str, Any], int]) -> None:
-    """Every pass of training counts once, and evaluation does not; no rank knows both sides of a cut of a pipeline."""
-    shape = case[0]
+def test_companions_are_those_of_one_process(ranks: Any, case: tuple[Shape, dict[str, Any], int]) -> None:
+    """Every pass of training counts once, and evaluation does not."""
     wanted = expected()
-    assert int(wanted.sum()) == 2 * batch()[0].numel() * 3 * 3
-    if shape.pipe > 1:
-        wanted[CONFIG.layers // 2 - 1] = 0
-    for found in ranks(shape.world).run(counted, *case):
+    assert int(wanted.sum()) == 3 * batch()[0].numel() * 3 * 3
+    for found in ranks(case[0].world).run(counted, *case):
         assert [each.equal(wanted) for each in found] == [True, True]
