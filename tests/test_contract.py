@@ -81,8 +81,8 @@ INSIDE = {
         "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
     ],
     "models": [
-        "sizes", "config", "compiled_block", "transformer", "generate", "hugging_face", "count", "open",
-        "__init__",
+        "sizes", "config", "compiled_block", "block", "row_cutter", "row_checks", "transformer", "generate",
+        "hugging_face", "count", "open", "__init__",
     ],
     "data": ["__init__", "tokenizer", "token_files", "sources", "sampling", "bags", "loader"],
     "wrap": [

@@ -39,10 +39,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fourfold as ff
-from benchmarks.cluster.each_rank import add_rank_of, measure_on_cluster, run_rank
-from benchmarks.cluster.emulate import ClusterShape
+from benchmarks.cluster.each_rank import add_ranks, ranks_of, run_rank
 from benchmarks.shared.deepspeed_cpu import start_deepspeed
-from benchmarks.shared.rank_pool import RankContext, RankPool
+from benchmarks.shared.rank_pool import RankContext
 from benchmarks.shared.tables import RESULTS, markdown_table, verdict
 from fourfold.axes import CONTEXT
 from fourfold.context.assign import assign_documents, assign_rows
@@ -163,15 +162,6 @@ def measure_all(context: RankContext, setting: dict[str, Any]) -> list[dict[str,
     return [measure(context, tuple(lengths), sides, setting["rounds"]) for lengths, sides in setting["questions"]]
 
 
-def on_machine(ranks: int, setting: dict[str, Any]) -> list[Any]:
-    """Run the job on ranks of this machine."""
-    pool = RankPool(ranks, "cpu", RankContext)
-    try:
-        return pool.run(measure_all, setting, timeout=580)
-    finally:
-        pool.close()
-
-
 def packed_lengths(tokens: int) -> tuple[int, ...]:
     """Return documents of many lengths, a fourth of all tokens in the longest."""
     draw, found = random.Random(0), [tokens // 4]
@@ -215,42 +205,28 @@ def table(every: Sequence[Sequence[Mapping[str, LayerRound]]], questions: Sequen
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, help="emulated nodes; default: this machine as it is")
-    parser.add_argument("--ranks", type=int, help="all ranks, default 4; with --nodes those of a node, default 2")
-    parser.add_argument("--mbit", type=float, help="Mbit/s of each node's link; default: no limit")
+    add_ranks(parser, ROUNDS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="of the whole sequence")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, help="default: a page of today in benchmarks/results")
-    add_rank_of(parser)
     options = parser.parse_args()
     if options.rank_of is not None:
         return run_rank(options.rank_of, measure_all)
-    if options.rounds < 2:
-        parser.error("--rounds: quartiles need at least 2")
-    if options.mbit is not None and options.nodes is None:
-        parser.error("--mbit: only emulated nodes (--nodes) are joined by links")
-    shape = ClusterShape(options.nodes, options.ranks or 2, options.mbit) if options.nodes is not None else None
-    ranks = shape.world if shape is not None else options.ranks or 4
-    whole, packed = [DEEPSPEED, f"ulysses:{ranks}", "gather", "ring"], [DEEPSPEED, f"ulysses:{ranks}", "exchange"]
+    ranks = ranks_of(parser, options)
+    ulysses = f"ulysses:{ranks.world}"
+    whole, packed = [DEEPSPEED, ulysses, "gather", "ring"], [DEEPSPEED, ulysses, "exchange"]
     questions: list[Question] = [
         *(((tokens,), whole) for tokens in options.tokens),
         *((packed_lengths(tokens), packed) for tokens in options.tokens),
     ]
     setting, load = {"questions": questions, "rounds": options.rounds}, os.getloadavg()[0]
-    cores = f"{os.cpu_count()} {os.uname().machine} cores"
-    if shape is not None:
-        every, where = measure_on_cluster(__file__, shape, setting), f"{cores} that emulate {shape}"
-    else:
-        every, where = on_machine(ranks, setting), f"{cores} shared by {ranks} ranks"
+    every = ranks.measure(__file__, measure_all, setting)
     text = (
         "# Attention over a context group, beside DeepSpeed's Ulysses\n\n"
-        f"`{shlex.join(['python', 'benchmarks/context/ulysses.py', *sys.argv[1:]])}`, {date.today()}, {where}, torch "
+        f"`{shlex.join(['python', 'benchmarks/context/ulysses.py', *sys.argv[1:]])}`, {date.today()}, {ranks}, torch "
         f"{torch.__version__}, DeepSpeed {version('deepspeed')}. Forward and backward of causal attention, {HEADS} "
         f"query heads and {KV_HEADS} KV heads of {HEAD_DIM}, fp32; medians of {options.rounds} rounds, ratios within a "
         f"round. Load average of the machine before: {load:.1f}.\n\n" + "\n".join(table(every, questions))
     )
-    name = "ulysses" if shape is None else "ulysses-cluster"
-    (options.out or RESULTS / f"{date.today()}-{name}.md").write_text(text + "\n")
+    (options.out or RESULTS / f"{date.today()}-{ranks.named('ulysses')}.md").write_text(text + "\n")
     print(text)
     return 0
 

@@ -37,8 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fourfold as ff
-from benchmarks.cluster.each_rank import add_rank_of, measure_on_cluster, run_rank
-from benchmarks.cluster.emulate import ClusterShape
+from benchmarks.cluster.each_rank import add_ranks, ranks_of, run_rank
 from benchmarks.experts.workload import (
     LARGEST_ERROR,
     BlockResult,
@@ -53,7 +52,7 @@ from benchmarks.experts.workload import (
     weights_of,
 )
 from benchmarks.shared.deepspeed_cpu import start_deepspeed
-from benchmarks.shared.rank_pool import RankContext, RankPool
+from benchmarks.shared.rank_pool import RankContext
 from benchmarks.shared.tables import RESULTS, markdown_table, verdict
 
 DEEPSPEED = "DeepSpeed"
@@ -206,44 +205,26 @@ def table(every: Sequence[Sequence[Mapping[str, Any]]], sizes: Sequence[BlockSiz
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, help="emulated nodes; default: this machine as it is")
-    parser.add_argument("--ranks", type=int, help="all ranks, default 4; with --nodes those of a node, default 2")
-    parser.add_argument("--mbit", type=float, help="Mbit/s of each node's link; default: no limit")
+    add_ranks(parser, ROUNDS)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=128, help="hidden units of an expert")
     parser.add_argument("--tokens", type=int, default=256, help="of a rank")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, help="default: a page of today in benchmarks/results")
-    add_rank_of(parser)
     options = parser.parse_args(arguments)
     if options.rank_of is not None:
         return run_rank(options.rank_of, measure_all)
-    if options.rounds < 2:
-        parser.error("--rounds: quartiles need at least 2")
-    if options.mbit is not None and options.nodes is None:
-        parser.error("--mbit: only emulated nodes (--nodes) are joined by links")
-    shape = ClusterShape(options.nodes, options.ranks or 2, options.mbit) if options.nodes is not None else None
+    ranks = ranks_of(parser, options)
     sizes = [BlockSize(*size, options.width, options.hidden, options.tokens) for size in SIZES]
     setting = {"sizes": [list(vars(size).values()) for size in sizes], "rounds": options.rounds}
-    cores, load = f"{os.cpu_count()} {os.uname().machine} cores", os.getloadavg()[0]
-    if shape is not None:
-        every, where = measure_on_cluster(__file__, shape, setting), f"{cores} that emulate {shape}"
-    else:
-        ranks = options.ranks or 4
-        pool = RankPool(ranks, "cpu", RankContext)
-        try:
-            every, where = pool.run(measure_all, setting, timeout=580), f"{cores} shared by {ranks} ranks"
-        finally:
-            pool.close()
+    load = os.getloadavg()[0]
+    every = ranks.measure(__file__, measure_all, setting)
     text = (
         "# A mixture of experts beside DeepSpeed's MoE\n\n"
-        f"`{shlex.join(['python', 'benchmarks/experts/deepspeed_moe.py', *sys.argv[1:]])}`, {date.today()}, {where}, "
+        f"`{shlex.join(['python', 'benchmarks/experts/deepspeed_moe.py', *sys.argv[1:]])}`, {date.today()}, {ranks}, "
         f"torch {torch.__version__}, DeepSpeed {version('deepspeed')}. Forward and backward. {sizes[0].about}; fp32. "
         f"Medians of {options.rounds} rounds, ratios within a round; errors are differences of outputs and gradients "
         f"from DeepSpeed's. Load average of the machine before: {load:.1f}.\n\n" + "\n".join(table(every, sizes))
     )
-    name = "experts-deepspeed" if shape is None else "experts-deepspeed-cluster"
-    (options.out or RESULTS / f"{date.today()}-{name}.md").write_text(text + "\n")
+    (options.out or RESULTS / f"{date.today()}-{ranks.named('experts-deepspeed')}.md").write_text(text + "\n")
     print(text)
     return 0
 

@@ -5,8 +5,8 @@ Policies are frozen dataclasses. Only the two dtypes and the number of halves ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
@@ -210,6 +210,11 @@ class Policy:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of tokens, or 0 for all at once")
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 1")
+
+    def of_stage(self, stage: int) -> Policy:
+        """Return the policy of the blocks of a stage, whose recompute `stages` may name."""
+        kinds = () if self.stages is None else cast("tuple[Recompute, ...]", self.stages.recompute)
+        return replace(self, recompute=kinds[stage]) if kinds else self
 
     @property
     def runs_blocks_again(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a grid changes in torch, once per process: layouts of DTensor operations, optimizers and norms that are refused.
+"""What a grid changes in torch, once per process: layouts of DTensor operations, norms, optimizers that are refused.
 
 **Layouts.** For every operation, shape and layout, DTensor lists all combinations of what each dim of the mesh could
 do: hundreds to thousands on a mesh of four dims. Then it takes one that moves no data, if there is one. On a grid's
@@ -11,7 +11,9 @@ rows or products of all gradients fails inside torch, or silently computes them 
 their first step.
 
 **Norms and scalers.** torch's `clip_grad_norm_` and `GradScaler` see the gradients of one rank. Those of other pipe
-ranks they would leave out silently, so they are refused on a grid with a pipe axis.
+ranks they would leave out silently, so they are refused on a grid with a pipe axis. On a folded grid the weights of
+experts are on a mesh of their own, and torch's norm and scaling take tensors of one mesh: they are called for each
+mesh, and the norm once more for what it returned.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._ops import utils
 from torch.nn.utils import clip_grad
@@ -54,7 +56,8 @@ def install_torch_hooks() -> None:
     """Change torch for the rest of this process, for meshes and parameters of a grid."""
     register_optimizer_step_pre_hook(_refuse_unfit)
     speed_up_strategies()
-    refuse_norms_of_a_stage()
+    extend_norms()
+    extend_clipping()
     refuse_scalers_of_a_stage()
 
 
@@ -66,25 +69,63 @@ def speed_up_strategies() -> None:
         setattr(utils, NAME, _own_placements_first(expand))
 
 
-def refuse_norms_of_a_stage() -> None:
-    """Replace torch's norm of many gradients by one that raises where it would see one stage of a pipeline alone."""
-    norm = clip_grad._get_total_norm
+def extend_norms() -> None:
+    """Replace torch's norm of many gradients by one for a grid: it refuses to see one stage of a pipeline alone, and
+    sums over several meshes."""
+    norm: Callable[..., Any] = clip_grad._get_total_norm
     if hasattr(norm, "__fourfold__"):
         return
 
     @functools.wraps(norm)
-    def whole(tensors: Any, *args: Any, **options: Any) -> Any:
+    def whole(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if _of_a_stage(tensors):
             raise RuntimeError(
                 "torch's clip_grad_norm_ sees only the gradients of this pipe rank's stages; call "
                 "ff.clip_grad_norm_(model.parameters(), max_norm), which sums over all of them"
             )
-        return norm(tensors, *args, **options)
+        by_mesh = _by_mesh(tensors)
+        if len(by_mesh) < 2:
+            return norm(tensors, norm_type, error_if_nonfinite, foreach)
+        found = [norm(part, norm_type, foreach=foreach).full_tensor() for part in by_mesh.values()]
+        total, (mesh, *_) = norm(found, norm_type, error_if_nonfinite), by_mesh
+        # a DTensor, as the norm over one mesh is, so that a loop can treat both alike
+        return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     whole.__fourfold__ = True  # type: ignore[attr-defined]
     clip_grad._get_total_norm = whole
     torch.nn.utils.get_total_norm = whole
+
+
+def extend_clipping() -> None:
+    """Replace torch's scaling of gradients by one that takes gradients on several meshes."""
+    clip = clip_grad._clip_grads_with_norm_
+    if hasattr(clip, "__fourfold__"):
+        return
+
+    @functools.wraps(clip)
+    def whole(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
+        if isinstance(total_norm, DTensor) and hasattr(total_norm.device_mesh, GRID):
+            total_norm = total_norm.full_tensor()  # one mesh has it, and every gradient is multiplied by it
+        for part in _by_mesh([parameters] if isinstance(parameters, Tensor) else list(parameters)).values():
+            clip(part, max_norm, total_norm, foreach)
+
+    whole.__fourfold__ = True  # type: ignore[attr-defined]
+    clip_grad._clip_grads_with_norm_ = whole
+    torch.nn.utils.clip_grads_with_norm_ = whole
+
+
+def _by_mesh(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
+    """Return tensors by the mesh of a grid that they are on; all under None if some are on none."""
+    meshes = [each.device_mesh if isinstance(each, DTensor) else None for each in tensors]
+    if not all(hasattr(mesh, GRID) for mesh in meshes):
+        return {None: list(tensors)}
+    found: dict[Any, list[Tensor]] = {}
+    for mesh, tensor in zip(meshes, tensors, strict=True):
+        found.setdefault(mesh, []).append(tensor)
+    return found
 
 
 def refuse_scalers_of_a_stage() -> None:

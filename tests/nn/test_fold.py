@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import checkpoints
 import fourfold as ff
@@ -221,6 +222,51 @@ def test_norms_and_clipped_steps_on_a_fold_equal_one_process(ranks, fold: tuple[
         assert found[0] == pytest.approx(norms, rel=1e-12)
         assert found[1] == pytest.approx(losses, rel=1e-12)
         assert max(float((found[2][name] - whole[name]).abs().max()) for name in whole) < 1e-12
+
+
+def clipped_by_torch(shape: Shape, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return torch's own norms of a step's gradients, and the gradients as its clipping leaves them."""
+    grid = grid_of(shape)
+    model = ff.models.build(mixture(), grid, dtype=torch.float64, seed=5)
+    tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
+    model(tokens, targets).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    norms = {"total": nn.utils.get_total_norm(gradients, **options)}
+    norms["largest"] = nn.utils.get_total_norm(gradients, float("inf"), **options)
+    norms["returned"] = nn.utils.clip_grad_norm_(model.parameters(), 0.1, **options)
+    specs = specs_of(model)
+    found = {name: join_shards(local_of(p.grad), specs[name], grid) for name, p in model.named_parameters()}
+    return found | {name: norm.full_tensor() for name, norm in norms.items()}
+
+
+TORCH_CLIPS = [
+    Shape(z=2, expert=2),
+    Shape(x=2, data=2, expert=2),
+    Shape(data=2, ez=2),
+    Shape(x=2, z=2, expert=2, ex=2),
+]
+
+
+@pytest.mark.parametrize("options", [dict(foreach=True), dict(foreach=False)], ids=str)
+@pytest.mark.parametrize("shape", others_slow(TORCH_CLIPS, 2), ids=str)
+def test_torchs_own_norms_and_clipping_on_a_fold_equal_one_process(ranks, shape: Shape, options) -> None:
+    alone = clipped_by_torch(Shape(), options)
+    for found in ranks(shape.world).run(clipped_by_torch, shape, options):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def clipped_unless_finite() -> None:
+    grid = grid_of(Shape(z=2, expert=2))
+    model = ff.models.build(mixture(), grid, dtype=torch.float64, seed=5)
+    model(*(ff.local_rows(whole, grid) for whole in batch())).backward()
+    local_of(model.layers[0].mlp.gate.grad).fill_(float("inf"))
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def test_torchs_clipping_on_a_fold_can_refuse_infinite_norms(ranks) -> None:
+    ranks(2).run(clipped_unless_finite)
 
 
 # --- checkpoints

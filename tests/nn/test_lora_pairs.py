@@ -11,9 +11,8 @@ from torch.nn import functional
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
-from fourfold.models.transformer import is_lora
 from fourfold.nn.layer import specs_of
-from fourfold.nn.lora import LoraConfig
+from fourfold.nn.lora import LoraConfig, is_lora
 from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from harness import grid_of, join_shards

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import fourfold as ff
 import plain
-from fourfold.models.transformer import TransformerBlock
+from fourfold.models.block import TransformerBlock
 from fourfold.nn.layer import specs_of
 from fourfold.pipeline import forward_backward
 from fourfold.policy import Policy

@@ -14,7 +14,7 @@ from curves import config_of
 from fourfold.checkpoint.format import MODEL, OPTIMIZER, read_record
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.grid import Shape
-from fourfold.models.transformer import is_lora
+from fourfold.nn.lora import is_lora
 from fourfold.train.config import TrainConfig
 from harness import Ranks
 from runs import assert_error, cli, column, train_arguments, trained

@@ -31,9 +31,8 @@ from fourfold.checkpoint.save import write_full_tensors
 from fourfold.errors import DamagedCheckpointError
 from fourfold.grid import Grid
 from fourfold.models import ModelConfig, build
-from fourfold.models.transformer import is_lora
 from fourfold.nn.layer import specs_of
-from fourfold.nn.lora import LORA, LoraConfig
+from fourfold.nn.lora import LORA, LoraConfig, is_lora
 from fourfold.parse import parse_json
 
 Table = dict[str, tuple[str, ...]]

@@ -2,245 +2,44 @@
 
     tokens -> embedding (+ positions) -> blocks -> norm -> head -> loss or logits
 
-Between sublayers the residual stream is in rest, fully cut. Each sublayer enters, computes in inner, and leaves. The
-rows of a place are cut into halves that take turns, so that the messages of one run behind the products of the other.
+The rows of a place are checked (`row_checks`) and cut into halves (`row_cutter`) that take turns, so that the messages
+of one run behind the products of the other. In a pipeline a rank has some of the layers, and runs them stage by stage.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from fourfold import comm
-from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, PIPE
-from fourfold.comm import all_gather, equal_along
-from fourfold.context.assign import plan_context
-from fourfold.context.move import ContextAttention, own_tokens
+from fourfold.axes import BATCH, CONTEXT, PIPE
+from fourfold.comm import all_gather
+from fourfold.context.move import ContextAttention
 from fourfold.engine import Turns
-from fourfold.errors import nearest
 from fourfold.gradients import Units
 from fourfold.grid import Grid
-from fourfold.layout import GATHERED, Init
-from fourfold.models.compiled_block import BlockWeights, CompiledBlock, can_run_whole
-from fourfold.models.config import ModelConfig, config, halves_of, unit_of
-from fourfold.nn.attention import Attention, Batch, CutRow, cut_documents, document_positions, positions_on_device
-from fourfold.nn.embedding import Embedding, Head, Positions, uneven_tokens
-from fourfold.nn.layer import Dropout, Layer, assemble, recompute
-from fourfold.nn.linear import MLP, Contract, Expand
-from fourfold.nn.lora import LORA, LoraConfig, LoraPair
+from fourfold.models.block import ResidualStream, TransformerBlock, add_pairs, call_module, norm_of
+from fourfold.models.config import ModelConfig, config, unit_of
+from fourfold.models.row_checks import RowChecks, document_fault, is_batch, reads_ids, whole_lengths
+from fourfold.models.row_cutter import RowCutter
+from fourfold.nn.attention import document_positions, positions_on_device
+from fourfold.nn.embedding import Embedding, Head, Positions
+from fourfold.nn.layer import Dropout, Layer, assemble
+from fourfold.nn.lora import LoraConfig, is_lora
 from fourfold.nn.loss import IGNORE_INDEX, count_first, cross_entropy, sum_halves, sum_of_places, sum_over_batch
-from fourfold.nn.moe import Leaving, MoE
-from fourfold.nn.norm import Norm
-from fourfold.nn.rng import key_of
-from fourfold.nn.router import LossWeight, Router, Sequences
-from fourfold.offload import OffloadedInputs, Offloader
-from fourfold.operators import AsyncResult, Ready
+from fourfold.nn.moe import MoE
+from fourfold.nn.router import LossWeight, Router
+from fourfold.operators import Ready
 from fourfold.pipeline import Half, MicroBatch, run_plain
-from fourfold.policy import Halves, Policy, Recompute
+from fourfold.policy import Halves, Policy
 from fourfold.schedule.stages import Stages
-from fourfold.tiles import document_lengths, indices, to_device, without_padding
-
-
-class ResidualStream:
-    """The residual stream in two parts: a sum, and what the last sublayer adds, which may still be in flight.
-
-    The next norm adds the two as it reads them, in one pass over memory.
-    """
-
-    def __init__(self, a: Tensor, delta: AsyncResult | Ready | Leaving | None = None) -> None:
-        self.a, self.delta = a, delta
-
-    def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return both parts; wait for the second one."""
-        return self.a, None if self.delta is None else self.delta.wait()
-
-    def add_now(self) -> None:
-        """Add the two parts. When a block is recomputed there is only one: the block has kept the sum."""
-        if self.delta is not None:
-            self.a, self.delta = self.a + self.delta.wait(), None
-
-
-Streams = list[ResidualStream]
-
-
-class BlockInputs:
-    """What a block that runs again keeps: the stream of each half, on the device or on the host."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._offloaded: OffloadedInputs | None = None
-
-    def read(self) -> Streams:
-        if self._offloaded is None:
-            return self._streams
-        return [ResidualStream(a) for a in self._offloaded.take()]
-
-    def offload(self, offloader: Offloader) -> None:
-        """Let the streams wait on the host, when the first run has added their parts."""
-        self._offloaded = offloader.send([stream.a for stream in self._streams])
-        self._streams = []
-
-
-class TransformerBlock(Layer):
-    """Computes b = a + attention(attention_norm(a)), then b + mlp(mlp_norm(b)), both in rest.
-
-    In a block of a mixture, mlp is the sum of the experts of a token and the MLP beside them. With
-    `moe_reads="previous"` router and experts read the stream a before attention, as in ScMoE (arXiv 2404.05019), and
-    the MLP beside them the stream b behind it:
-
-        b + shared(mlp_norm(b)) + experts(mlp_norm(a))
-
-    What brings tokens to the experts can then be in flight during attention.
-    """
-
-    def __init__(self, config: ModelConfig, grid: Grid, policy: Policy, *, mixture: bool = False) -> None:
-        """`mixture`: whether the block has a mixture of experts in place of an MLP."""
-        super().__init__(grid, policy)
-        # As in GPT-2: scaled by depth, so that the variance of the residual stream does not grow with it.
-        out_init = Init(std=0.02 / (2 * config.layers) ** 0.5)
-        both: Any = dict(bias=config.bias, init=Init(std=0.02), out_init=out_init)
-        self.attention_norm = _norm(config, grid, policy)
-        self.attention = Attention(
-            grid,
-            policy,
-            config.hidden,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dropout=config.dropout_of_attention,
-            head_norm_eps=config.norm_eps if config.qk_norm else None,
-            **both,
-        )
-        self.attention_dropout = Dropout(grid, policy, config.dropout)
-        self.mlp_norm = _norm(config, grid, policy)
-        self.mlp: MLP | MoE
-        self.reads_previous = mixture and config.reads_previous
-        """Whether router and experts read the stream before attention."""
-        if mixture:
-            if policy.mlp_chunk:
-                raise ValueError(f"mlp_chunk={policy.mlp_chunk}: experts run on all tokens of a place; use mlp_chunk=0")
-            sizes = config.hidden, config.expert_hidden, config.routing
-            inits = dict(init=both["init"], out_init=out_init)
-            self.mlp = MoE(grid, policy, *sizes, shared_hidden=config.shared_hidden, **inits)
-        else:
-            self.mlp = MLP(grid, policy, config.hidden, config.mlp_hidden, kind=config.mlp, **both)
-        self.mlp_dropout = Dropout(grid, policy, config.dropout)
-        alone = all(grid.size(axis) == 1 for axis in ("x", "y", GATHERED))
-        plain_norm = config.norm == "rms" or config.bias  # a LayerNorm without bias runs by itself
-        in_one = policy.compile and policy.recompute == "none" and not policy.mlp_chunk
-        self._may_run_whole = in_one and alone and plain_norm
-        """Whether the block may run as one compiled function where it draws nothing: nothing travels inside it."""
-        self._whole: CompiledBlock | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_whole": None}
-
-    def forward(self, a: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        (stream,) = self._together([ResidualStream(a, None if delta is None else Ready(delta))], [batch])
-        return stream.read()
-
-    def together(self, streams: Streams, batches: Sequence[Batch], *, offload: bool = True) -> Streams:
-        """Run all halves of a batch through the block; with recompute, they are recomputed together.
-
-        With `offload` and the policy's, their inputs wait for backward on the host.
-        """
-        if self.hooked:
-            return self.engine.take_turns([self.turns(*half) for half in zip(streams, batches, strict=True)])
-        return self._together(streams, batches, offload=offload)
-
-    def _together(self, streams: Streams, batches: Sequence[Batch], *, offload: bool = True) -> Streams:
-        def take_turns(inputs: BlockInputs) -> Streams:
-            parts = zip(inputs.read(), batches, strict=True)
-            return self.engine.take_turns([self._compute(*half) for half in parts])
-
-        inputs = BlockInputs(streams)
-        if self.policy.recompute != "block":
-            return take_turns(inputs)
-        outputs = recompute(take_turns, self.clock, inputs)
-        if offload and self.policy.offload and torch.is_grad_enabled():
-            inputs.offload(self.engine.offloader)
-        return outputs
-
-    def turns(self, stream: ResidualStream, batch: Batch) -> Turns[ResidualStream]:
-        """Run one half through the block, with a `yield` wherever the other half can continue."""
-        if self.hooked:
-            return call_module(self, stream, batch)
-        return (yield from self._compute(stream, batch))
-
-    def _compute(self, stream: ResidualStream, batch: Batch) -> Turns[ResidualStream]:
-        self.refuse_hooks(self.attention_norm, self.mlp_norm)
-        in_one = self._may_run_whole and not stream.a.is_meta and batch.by_rows
-        if in_one and (weights := self._weights_of_whole()) is not None:
-            a, delta = weights.block(*stream.read(), batch)
-            return ResidualStream(a, Ready(delta))
-        if stream.delta is not None:
-            yield  # the output of the block before may be in flight
-        if self.policy.recompute == "block":
-            stream.add_now()  # recompute then keeps one tensor instead of two
-        a, normed = self.attention_norm.add(*stream.read())
-        before, routed = (yield from self._route_before(a, batch)) if self.reads_previous else (None, None)
-        if self.attention.hooked:
-            leaving = Ready(self.attention(normed, batch))
-        else:
-            leaving = self.attention.out.leave((yield from self.attention.turns(normed, batch)), batch.tokens)
-        yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
-        delta = leaving.wait()
-        a, normed = self.mlp_norm.add(a, self.attention_dropout(delta) if self.attention_dropout.acts else delta)
-        if self.mlp.hooked:
-            more = (batch.sequences, before) if isinstance(self.mlp, MoE) else ()
-            leaving = Ready(self.mlp(normed, batch.tokens, *more))
-        else:
-            # backward reads no value of what the MLP computes; a hook on the dropout behind it would
-            engine = self.engine
-            wanted = not engine.recomputing or self.mlp_dropout.hooked
-            mlp: Any = self.mlp
-            if isinstance(mlp, MoE):
-                if routed is None:
-                    routed = yield from mlp.route(normed, batch.tokens, batch.sequences)
-                owed, leave = (yield from mlp.turns(normed, batch.tokens, routed)), mlp.leave
-            else:
-                owed, leave = (yield from mlp.turns(normed, batch.tokens, wanted=wanted)), mlp.down.leave
-            if engine.recomputing and not self.mlp_dropout.acts:
-                return ResidualStream(a)  # backward needs no value of what follows, so it is not recomputed
-            leaving = leave(owed, batch.tokens)
-        if self.mlp_dropout.acts:
-            yield
-            leaving = Ready(self.mlp_dropout(leaving.wait()))
-        return ResidualStream(a, leaving)
-
-    def _route_before(self, a: Tensor, batch: Batch) -> Turns[tuple[Tensor, Any]]:
-        """Return what router and experts read of the stream before attention, and where its tokens go."""
-        before = self.mlp_norm(a)
-        if not isinstance(self.mlp, MoE) or self.mlp.hooked:
-            return before, None
-        return before, (yield from self.mlp.route(before, batch.tokens, batch.sequences))
-
-    def _weights_of_whole(self) -> BlockWeights | None:
-        """Return the weights for the compiled block, or None if its parts have to run one by one."""
-        if isinstance(self.mlp, MoE) or self.attention_dropout.acts or self.mlp_dropout.acts or self.attention.drops:
-            return None
-        parts = self.attention_norm, self.attention, self.mlp_norm, self.mlp
-        if not can_run_whole(*parts):
-            return None
-        if self._whole is None or self._whole.parts != parts:
-            self._whole = CompiledBlock(*parts)
-        weights = self._whole.weights()
-        return weights if weights.trained or not torch.is_grad_enabled() else None
-
-
-def call_module(layer: nn.Module, stream: ResidualStream, batch: Batch) -> ResidualStream:
-    """Run a block through its `__call__`: it was hooked or wrapped, so its inside cannot take turns."""
-    a, delta = layer(*stream.read(), batch)
-    return ResidualStream(a, None if delta is None else Ready(delta))
+from fourfold.tiles import indices, to_device
 
 
 class Elsewhere(nn.Module):
@@ -282,7 +81,7 @@ class Transformer(Layer):
         self.stages = _stages(config, grid, policy)
         own = self.stages.of_rank(grid.coords[PIPE])
         first, last = (any(map(has, own)) for has in (self.stages.has_embedding, self.stages.has_head))
-        held = {index: self._policy_of(stage) for stage in own for index in self.stages.layers_of(stage)}
+        held = {index: policy.of_stage(stage) for stage in own for index in self.stages.layers_of(stage)}
         for each in held.values():
             each.require_offload()
         copied = last and config.tied and not first
@@ -302,7 +101,7 @@ class Transformer(Layer):
             else Elsewhere()
             for index in range(config.layers)
         )
-        self.norm: Any = _norm(config, grid, policy) if last else Elsewhere()
+        self.norm: Any = norm_of(config, grid, policy) if last else Elsewhere()
         tied_to = table if config.tied else None
         self.head: Any = Head(grid, policy, config.hidden, config.vocab, tied_to=tied_to) if last else Elsewhere()
         self.stored = torch.float32
@@ -368,16 +167,21 @@ class Transformer(Layer):
         """
         most = None
         if isinstance(documents, Tensor) and documents.is_cuda:
-            if positions is None and _is_batch(tokens):
+            if positions is None and is_batch(tokens):
                 positions = positions_on_device(documents, tokens.shape)
             documents, most = None, len(documents)
-        documents = _whole_lengths(documents)
-        fault = self._fault(tokens, targets, positions, documents, ignore_index)
-        if fault and not self._reads(tokens):
+        documents = whole_lengths(documents)
+        cutter = self._cutter()
+        compare = not tokens.is_meta and (self.policy.check_inputs or not self._compared)
+        checks = RowChecks(cutter, learned=self.positions is not None)
+        fault = checks.fault(tokens, targets, positions, documents, ignore_index, compare=compare)
+        if compare:  # once: a loop that gives ranks the wrong rows does so in the first step
+            self._compared = True
+        if fault and not reads_ids(tokens, self.policy):
             raise ValueError(fault)
         if fault:
             # as many ids as other places have, since LookupInPlace and halves rely on it
-            shape = tokens.shape if _is_batch(tokens) else self._usual
+            shape = tokens.shape if is_batch(tokens) else self._usual
             tokens = torch.zeros(shape, dtype=torch.long, device=tokens.device)
             targets = None if targets is None else tokens
             positions = documents = None
@@ -385,13 +189,13 @@ class Transformer(Layer):
             positions = to_device(document_positions(documents).view(tokens.shape), tokens.device)
         self._usual, self._had_documents = tokens.shape, positions is not None
         targets = None if targets is None else targets.long()  # torch gathers by int64 only
-        halves = self._cut(tokens, targets, positions, documents, most, ignore_index)
+        halves = cutter.cut(tokens, targets, positions, documents, most, ignore_index)
         shape = tokens.shape if self.grid.shape.context == 1 else (1, sum(half.tokens.numel() for half in halves))
         return MicroBatch(halves, torch.Size(shape), targets is not None, ignore_index, fault)
 
     def report(self, batch: MicroBatch, faults: Tensor) -> None:
         """Raise if the rows of this place or of another one were refused."""
-        if self._reads(batch.halves[0].tokens) and faults:
+        if reads_ids(batch.halves[0].tokens, self.policy) and faults:
             raise ValueError(batch.fault or "the batch of another place was refused; see the error of its ranks")
 
     def run_stage(
@@ -443,24 +247,6 @@ class Transformer(Layer):
         weighed = [None if each is None else replace(each, weight=weight) for each in sequences]
         pairs = zip(halves, weighed, strict=True)
         return [replace(half, batch=replace(half.batch, sequences=each)) for half, each in pairs], weight
-
-    def _sequences(self, batch: Batch, documents: int | None, device: torch.device) -> Sequences | None:
-        """Return which tokens of a half make a sequence, if routers ask; `documents` is how many there are at most."""
-        if not (self.config.routing.balances or self.config.routing.counts_by_sequence):
-            return None
-        if batch.positions is None or batch.cut is not None:
-            found = Sequences.of_rows(batch.rows, batch.seq, device)
-        else:
-            found = Sequences.of_documents(batch.positions, documents)
-        return found if self._drops else replace(found, limited=False)
-
-    def _sequences_of_member(self, here: ContextAttention, tokens: int, device: torch.device) -> Sequences | None:
-        """Return the same for a member of a context group, whose line has this many tokens and maybe others behind."""
-        fills_up = self.config.experts > 0 and sum(here.assignment.lengths) != tokens
-        if not (self.config.routing.balances or self.config.routing.counts_by_sequence or fills_up):
-            return None
-        found = Sequences.of_member(here.assignment, here.member, tokens, device)
-        return found if self._drops else replace(found, limited=False)
 
     @contextmanager
     def dropless(self) -> Iterator[None]:
@@ -570,15 +356,15 @@ class Transformer(Layer):
                 "the last batch was cut over its context group by its documents, but whole_rows was given none; "
                 "give whole_rows the same positions or documents as the model"
             )
-        documents = _whole_lengths(documents)
-        if documents is not None and (fault := self._document_fault(rows, seq, documents)):
+        cutter, documents = self._cutter(), whole_lengths(documents)
+        if documents is not None and (fault := document_fault(cutter, rows, seq, documents)):
             raise ValueError(fault)
         left, wholes, found = logits.detach().flatten(0, 1), [], []
         done = 0
-        for part, lengths in self.cut_rows(rows, seq, documents):
+        for part, lengths in cutter.cut_rows(rows, seq, documents):
             where = None if positions is None else positions[done : done + part]
             done += part
-            found.append((part, self.context_of((part, seq), where, lengths)))
+            found.append((part, cutter.context_of((part, seq), where, lengths)))
         held_here = sum(here.tokens for _, here in found)
         if held_here != len(left):
             raise ValueError(
@@ -593,11 +379,6 @@ class Transformer(Layer):
             whole[order] = all_gather(own, self.grid, CONTEXT, label="logits").wait()
             wholes.append(whole[: part * seq].unflatten(0, (-1, seq)))
         return torch.cat(wholes)
-
-    def _policy_of(self, stage: int) -> Policy:
-        """Return the policy of the blocks of a stage."""
-        of_stages = cast("Sequence[Recompute]", self.stages.recompute)
-        return replace(self.policy, recompute=of_stages[stage]) if of_stages else self.policy
 
     def empty_stream(self, batch: MicroBatch) -> Tensor:
         """Return memory for the stream of a micro-batch between two stages."""
@@ -615,22 +396,26 @@ class Transformer(Layer):
 
     def halves(self, rows: int, seq: int, *, packed: bool = False) -> Halves:
         """Return into how many halves the rows of a place are cut, and why; `packed` rows have several documents."""
-        return halves_of(self.config, self.grid.shape, self.policy, rows, seq, self.compute.itemsize, packed=packed)
+        return self._cutter().halves(rows, seq, packed=packed)
 
     def cut_rows(
         self, rows: int, seq: int, documents: Sequence[int] | None = None
     ) -> list[tuple[int, Sequence[int] | None]]:
         """Return the rows of each half of a batch that is packed or shared by places, with the lengths of its documents
         where they are known."""
-        number = self.halves(rows, seq, packed=True).number
-        parts = [len(part) for part in torch.arange(rows, device="cpu").chunk(number)]
-        return list(zip(parts, _documents_of(documents, [part * seq for part in parts]), strict=True))
+        return self._cutter().cut_rows(rows, seq, documents)
+
+    def context_of(
+        self, shape: Sequence[int], positions: Tensor | None = None, documents: Sequence[int] | None = None
+    ) -> ContextAttention:
+        """Return who holds which tokens of [rows, seq] in this rank's context group, and how they are read."""
+        return self._cutter().context_of(shape, positions, documents)
 
     @property
     def compute(self) -> torch.dtype:
         """The dtype of products and messages."""
-        stored = next((parameter.dtype for parameter in self.parameters()), self.stored)
-        return self.policy.compute_dtype or stored
+        asked = self.policy.compute_dtype
+        return asked or next((parameter.dtype for parameter in self.parameters()), self.stored)
 
     @property
     def table_on_two_ranks(self) -> nn.Parameter | None:
@@ -639,92 +424,8 @@ class Transformer(Layer):
         shared = self.config.tied and first != last and self.grid.coords[PIPE] in (first, last)
         return self.embedding.weight if shared else None
 
-    def _cut(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None,
-        positions: Tensor | None,
-        documents: Sequence[int] | None,
-        most: int | None,
-        ignore_index: int,
-    ) -> list[Half]:
-        """Return the halves of a batch; `most` is the number of packed documents where their lengths are not known."""
-        number = self.halves(*tokens.shape, packed=positions is not None).number
-        if number > len(tokens):
-            return self._cut_row(tokens, targets)
-        rows = tokens.chunk(number)
-        aims = (tokens[:, :0] if targets is None else targets).chunk(number)
-        places = [None] * number if positions is None else positions.chunk(number)
-        lengths = _documents_of(documents, [part.numel() for part in rows])
-        halves = zip(rows, aims, places, lengths, strict=True)
-        if self.grid.shape.context > 1:
-            found = [self._member(*half, ignore_index) for half in halves]
-        else:
-            # Without packed documents, all halves share one pair of tables.
-            longest = tokens.shape[1] if documents is None else max(documents)
-            shared = self._rope(longest, None, tokens.device) if positions is None else None
-            found = []
-            for ids, aim, where, known in halves:
-                batch = Batch.of(ids, where, shared or self._rope(longest, where, ids.device), known, most)
-                sequences = self._sequences(batch, most if known is None else len(known), ids.device)
-                found.append((ids, aim, replace(batch, sequences=sequences)))
-        return [Half(*half, found[0][0].numel()) for half in found]
-
-    def _cut_row(self, tokens: Tensor, targets: Tensor | None) -> list[Half]:
-        """Return the two halves of a single row."""
-        _, seq = tokens.shape
-        ids, places = (part.chunk(2, dim=1) for part in (tokens, torch.arange(seq, device=tokens.device)[None]))
-        aims = [tokens[:, :0]] * 2 if targets is None else targets.chunk(2, dim=1)
-        sizes = [part.shape[1] for part in ids]
-        tables, cut = self._rope(seq, None, tokens.device), CutRow(*sizes)
-        ropes = [None] * 2 if tables is None else list(zip(*(table.split(sizes) for table in tables), strict=True))
-        batches = [
-            Batch(1, own, where, rope=rope, cut=cut, half=half)
-            for half, (own, where, rope) in enumerate(zip(sizes, places, ropes, strict=True))
-        ]
-        batches = [replace(batch, sequences=self._sequences(batch, None, tokens.device)) for batch in batches]
-        return [Half(*half, sizes[0]) for half in zip(ids, aims, batches, strict=True)]
-
-    def _rope(self, seq: int, positions: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        if self.config.positions != "rope":
-            return None
-        return self.config.rope.tables(seq, positions, dtype=self.compute, device=device)
-
-    def _member(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        positions: Tensor | None,
-        documents: Sequence[int] | None,
-        ignore_index: int,
-    ) -> tuple[Tensor, Tensor, Batch]:
-        """Return the tokens of this member of a context group, as one row, and their targets."""
-        here = self.context_of(tokens.shape, positions, documents)
-        own, where = tables = own_tokens(here.assignment, here.member, tokens.device)
-        if self.grid.recording is not None:
-            self.grid.recording.kept += [here, tables]
-        lacking = sum(here.assignment.lengths) - tokens.numel()
-        ids = pad(tokens.flatten(), (0, lacking))[own][None]
-        aims = pad(targets.flatten(), (0, lacking), value=ignore_index)[own][None] if targets.numel() else targets
-        rope = self._rope(max(here.assignment.lengths), where[None], tokens.device)
-        sequences = self._sequences_of_member(here, tokens.numel(), tokens.device)
-        if self.grid.recording is not None:
-            self.grid.recording.kept.append(sequences)
-        return ids, aims, Batch(1, ids.shape[1], where[None], context=here, rope=rope, sequences=sequences)
-
-    def context_of(
-        self, shape: Sequence[int], positions: Tensor | None = None, documents: Sequence[int] | None = None
-    ) -> ContextAttention:
-        """Return who holds which tokens of [rows, seq] in this rank's context group, and how they are read.
-
-        The host waits for the positions, unless it is given the lengths of the documents.
-        """
-        rows, seq = shape
-        if documents is None and positions is not None and not positions.is_meta:
-            documents = document_lengths(positions)
-        chosen = self.policy.assignment, self.policy.context_way
-        assignment, way = plan_context(*chosen, rows, seq, self.grid.shape.context, documents)
-        return ContextAttention(assignment, way, self.grid, keep=self.policy.keep_gathered)
+    def _cutter(self) -> RowCutter:
+        return RowCutter(self.config, self.grid, self.policy, self.compute, self._drops)
 
     def _run(
         self,
@@ -741,7 +442,7 @@ class Transformer(Layer):
         layers = [self.layers[index] for index in self.stages.layers_of(stage)]
         streams = [None] * len(halves) if arrived is None else arrived
         begins = [self._begin(*each) for each in zip(halves, streams, strict=True)]
-        again = self._policy_of(stage).recompute == "block"
+        again = self.policy.of_stage(stage).runs_blocks_again
         if not again or not all(isinstance(layer, TransformerBlock) for layer in layers):
             parts = zip(begins, halves, strict=True)
             return self.engine.take_turns([self._through(stage, begin, half, read) for begin, half in parts])
@@ -762,7 +463,7 @@ class Transformer(Layer):
     ) -> Turns[Tensor]:
         stream = yield from begin
         for layer in [self.layers[index] for index in self.stages.layers_of(stage)]:
-            if isinstance(layer, TransformerBlock) and layer.policy.recompute != "block":
+            if isinstance(layer, TransformerBlock) and not layer.runs_again:
                 stream = yield from layer.turns(stream, half.batch)
             else:
                 stream = call_module(layer, stream, half.batch)
@@ -795,154 +496,6 @@ class Transformer(Layer):
             return self.head(a, half.batch.tokens)
         return (yield from self.head.turns(a, half.batch.tokens))
 
-    def _reads(self, tokens: Tensor) -> bool:
-        """Return whether ids are checked: always on the CPU; on a GPU only on request, since the host must wait."""
-        return not tokens.is_meta and (tokens.device.type == "cpu" or self.policy.check_inputs)
-
-    def _fault(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None,
-        positions: Tensor | None,
-        documents: Sequence[int] | None,
-        ignore_index: int,
-    ) -> str:
-        """Return what is wrong with the batch of this place; empty if nothing is."""
-        fault = self._shape_fault(tokens, targets, positions, documents)
-        if not fault and self._reads(tokens):
-            fault = self._id_fault("token", tokens)
-            if targets is not None and not fault:
-                fault = self._id_fault("target", targets.masked_fill(targets == ignore_index, 0))
-            if positions is not None and not fault:
-                fault = _position_fault(positions, documents)
-        if not tokens.is_meta and (self.policy.check_inputs or not self._compared):
-            alike = (*(axis for axis in AXES if axis not in BATCH), CONTEXT)
-            told = None if documents is None or fault else torch.tensor(documents, device="cpu")
-            if not equal_along(_digest(tokens, targets, positions, told), self.grid, alike):
-                fault = fault or (
-                    f"ranks of one place were given different rows; ranks that have the same coordinates on "
-                    f"{' and '.join(BATCH)}, or are in one context group, must read the same rows (ff.local_rows gives "
-                    "each rank its rows)"
-                )
-            if self.policy.even_tokens:
-                even = equal_along(tokens.numel() if _is_batch(tokens) else 0, self.grid, (GATHERED,))
-                if not equal_along(int(even), self.grid, CUTS) or not even:  # all ranks raise, or none
-                    raise ValueError(fault or uneven_tokens(tokens.numel()))
-            packed = positions is not None or documents is not None
-            halves = self.halves(*tokens.shape, packed=packed).number if tokens.dim() == 2 else 1
-            if not equal_along(halves, self.grid, BATCH):
-                fault = fault or (
-                    f"the {len(tokens)} rows of this place are cut into {halves} halves, but the rows of another place "
-                    "are not; give all places the same number of rows, or build with "
-                    "Policy(overlap=ff.Overlap(halves=1))"
-                )
-            self._compared = True  # a loop that gives ranks the wrong rows does so in the first step
-        return fault
-
-    def _shape_fault(
-        self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None, documents: Sequence[int] | None
-    ) -> str:
-        if not _is_batch(tokens):
-            return f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq] with at least one of each"
-        for what, ids in (("tokens", tokens), ("targets", targets), ("positions", positions)):
-            if ids is not None and ids.shape != tokens.shape:
-                return f"{what} {tuple(ids.shape)} and tokens {tuple(tokens.shape)} differ in shape"
-            if ids is not None and ids.dtype not in (torch.int64, torch.int32):
-                return f"{what} has dtype {ids.dtype}; ids must be torch.int64 or torch.int32"
-        longest = tokens.shape[1]
-        if documents is not None:
-            if fault := self._document_fault(len(tokens), tokens.shape[1], documents):
-                return fault
-            longest = max(documents)
-        if self.positions is not None and longest > self.config.seq:
-            packed = documents is None and positions is not None  # positions on a GPU are not read here
-            also = ", or if its documents are shorter give their lengths too (documents=)" if packed else ""
-            return (
-                f"a sequence of {longest} tokens is longer than the {self.config.seq} learned positions; "
-                f"shorten it or build the model with a larger seq{also}"
-            )
-        if torch.is_autocast_enabled(self.grid.device.type):
-            return "torch.autocast is on; turn it off and build the model with Policy(compute_dtype=torch.bfloat16)"
-        return ""
-
-    def _document_fault(self, rows: int, seq: int, documents: Sequence[int]) -> str:
-        """Return what is wrong with the lengths of documents, which the host checks without the device."""
-        rule = "documents are the lengths of the documents in all rows, one after another"
-        if not isinstance(documents, tuple) or not all(isinstance(length, int) for length in documents):
-            return f"{rule}: whole numbers, not {documents!r:.80}"
-        wrong = [length for length in documents if length < 1]
-        if wrong or sum(documents) != rows * seq:
-            found = f"a length of {wrong[0]}" if wrong else f"{sum(documents)} tokens in {len(documents)} documents"
-            return f"{rule}: got {found} for {rows} rows of {seq} tokens, which are {rows * seq}"
-        ends = set(accumulate(documents))
-        border = next((row for row in range(1, rows) if row * seq not in ends), None)
-        if border is None:
-            return ""
-        across = f"a document goes on from row {border - 1} to row {border} of {seq} tokens"
-        number = self.halves(rows, seq, packed=True).number
-        borders = accumulate(len(part) for part in torch.arange(rows, device="cpu").chunk(number))
-        if any(row * seq not in ends for row in borders):
-            return (
-                f"{across}, but the {rows} rows are cut into {number} halves there; give tokens as one row, "
-                f"[1, {rows * seq}], or build with Policy(overlap=ff.Overlap(halves=1))"
-            )
-        return ""
-
-    def _id_fault(self, what: str, ids: Tensor) -> str:
-        low, high = (int(bound) for bound in ids.aminmax())
-        if low < 0 or high >= self.config.vocab:
-            return f"{what} ids from {low} to {high}: all must be at least 0 and below vocab={self.config.vocab}"
-        return ""
-
-
-def _is_batch(tokens: Tensor) -> bool:
-    """Return whether the tokens have the shape [rows, seq], with at least one of each."""
-    return tokens.dim() == 2 and tokens.numel() > 0
-
-
-def _count_up(positions: Tensor) -> bool:
-    """Return whether positions start at 0 in every row and then count up or start again at 0."""
-    steps = positions.diff(dim=1, prepend=positions.new_full((len(positions), 1), -1))
-    return bool(((steps == 1) | (positions == 0)).all() and (positions[:, 0] == 0).all())
-
-
-def _position_fault(positions: Tensor, documents: Sequence[int] | None) -> str:
-    """Return what is wrong with positions; with documents, which may go on in the next row, both must say the same."""
-    if documents is None:
-        rule = "positions must start at 0 in every row, then count up by 1 or start again at 0"
-        return "" if _count_up(positions) else rule
-    wrong = (positions.flatten().cpu() != document_positions(documents)).nonzero()
-    if not len(wrong):
-        return ""
-    row, token = divmod(int(wrong[0]), positions.shape[1])
-    return (
-        f"positions and documents differ: token {token} of row {row} has position {int(positions[row, token])}; leave "
-        "positions out, or make them count up from 0 in every document"
-    )
-
-
-def _whole_lengths(documents: Any) -> tuple[int, ...] | None:
-    """Return the lengths of documents as whole numbers. What cannot be that is returned as it was given, for
-    `_document_fault` to name: a rank that raised here would leave the others waiting."""
-    if isinstance(documents, Tensor):
-        documents = without_padding(documents.tolist()) if documents.dim() == 1 else documents.tolist()
-    if documents is not None:
-        with suppress(TypeError):
-            documents = tuple(map(operator.index, documents))
-    return documents
-
-
-def _documents_of(documents: Sequence[int] | None, tokens: Sequence[int]) -> Sequence[Sequence[int] | None]:
-    """Return the lengths of the documents of each of several parts, or None for each if they are not known."""
-    return [None] * len(tokens) if documents is None else cut_documents([*map(operator.index, documents)], tokens)
-
-
-def _digest(*ids: Tensor | None) -> int:
-    """Return a hash of a batch, which depends on the order of its ids."""
-    parts = [part for part in ids if part is not None]
-    weighted = [part.flatten().long() * torch.arange(1, part.numel() + 1, device=part.device) for part in parts]
-    return key_of(*((tuple(part.shape), int(sums.sum())) for part, sums in zip(parts, weighted, strict=True)))
-
 
 def _stages(config: ModelConfig, grid: Grid, policy: Policy) -> Stages:
     """Return the stages of a model on this grid."""
@@ -960,11 +513,6 @@ def _stages(config: ModelConfig, grid: Grid, policy: Policy) -> Stages:
                 "other Stages"
             )
     return stages
-
-
-def _norm(config: ModelConfig, grid: Grid, policy: Policy) -> Norm:
-    bias = config.bias and config.norm == "layer"
-    return Norm(grid, policy, config.hidden, kind=config.norm, bias=bias, eps=config.norm_eps)
 
 
 def build(
@@ -985,41 +533,9 @@ def build(
     grid.agree("the model", f"{model!r} {policy} seed={seed} dtype={dtype} lora={lora}")
     built = Transformer(config(model) if isinstance(model, str) else model, grid, policy)
     if lora is not None:
-        _add_pairs(built, lora)
+        add_pairs(built.layers, built.config, lora)
     built.assemble(seed=seed, dtype=dtype, device=None if device is None else torch.device(device))
     if lora is not None:
         for name, parameter in built.named_parameters():
             parameter.requires_grad_(is_lora(name))
     return built
-
-
-def is_lora(name: str) -> bool:
-    """Return whether a parameter of this name is one of a LoRA pair."""
-    return f".{LORA}." in name
-
-
-def _add_pairs(model: Transformer, lora: LoraConfig) -> None:
-    """Put a pair beside every linear layer that the config names."""
-    found = {name: layer for name, layer in model.layers.named_modules() if isinstance(layer, (Expand, Contract))}
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name in found))
-    for target in lora.targets if found else ():  # a rank along pipe may have no block
-        if target not in known:
-            raise ValueError(f"there is no layer {target!r}{nearest(target, known)}; a block has {', '.join(known)}")
-    for name, layer in found.items():
-        own = name.rpartition(".")[2]
-        if lora.targets and own not in lora.targets:
-            continue
-        block = cast(TransformerBlock, model.layers[int(name.partition(".")[0])])
-        if own in ("k", "v") and block.attention.held.shared:
-            raise ValueError(
-                f"the grid {model.grid} cuts through the {model.config.kv_heads} key and value heads, which LoRA at k "
-                "and v does not support; leave them out of the targets, or use a grid whose x times y divides the heads"
-            )
-        if own in ("gate", "up", "down") and model.policy.mlp_chunk:
-            raise ValueError(
-                f"mlp_chunk={model.policy.mlp_chunk}: an MLP in chunks has no LoRA pairs; use mlp_chunk=0, or leave "
-                f"{own} out of the targets"
-            )
-        sizes = layer.in_features, layer.out_features
-        pair = LoraPair(model.grid, model.policy, *sizes, lora, contracts=isinstance(layer, Contract))
-        layer.add_module(LORA, pair)

@@ -91,3 +91,8 @@ def add_delta(layer: Layer, a: Tensor, tokens: int, out: Tensor) -> Tensor:
     """Return the output of a linear layer that has a pair, plus what the pair computes from the layer's input."""
     pair = layer.get_submodule(LORA)
     return out + pair.delta(a, pair.site(tokens)).to(out.dtype)  # type: ignore[operator]
+
+
+def is_lora(name: str) -> bool:
+    """Return whether a parameter of this name is one of a LoRA pair."""
+    return f".{LORA}." in name

@@ -45,7 +45,7 @@ from fourfold.errors import (
     is_damaged,
 )
 from fourfold.grid import Grid
-from fourfold.models.transformer import is_lora
+from fourfold.nn.lora import is_lora
 from fourfold.optim import LearningRateSchedule, ShardedOptimizer
 from fourfold.parse import parse_json
 from fourfold.train.config import ModelSection, TrainConfig

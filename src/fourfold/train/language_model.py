@@ -31,8 +31,9 @@ from fourfold.data.loader import TokenBatch
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid
-from fourfold.models.transformer import Transformer, build, is_lora
+from fourfold.models.transformer import Transformer, build
 from fourfold.nn.layer import specs_of
+from fourfold.nn.lora import is_lora
 from fourfold.nn.loss import count_targets
 from fourfold.nn.rng import StepRng
 from fourfold.parse import import_object
