@@ -133,7 +133,7 @@ class Pairs:
         return (found if self.goes is None else found * self.goes).view(-1, self.chosen)
 
 
-class Pack(torch.autograd.Function):
+class PackRows(torch.autograd.Function):
     """Forward writes the bits of p and of ids behind each row; backward reads the gradients of rows and p out.
 
         a [S, w], p [S, K] and ids [S, K] -> [S, w + c]
@@ -154,8 +154,8 @@ class Pack(torch.autograd.Function):
         return a, p, None
 
 
-class Unpack(torch.autograd.Function):
-    """The inverse of `Pack`, of the rows of all ranks along ex; backward sums the gradients of each rank's rows."""
+class UnpackRows(torch.autograd.Function):
+    """The inverse of `PackRows`, of the rows of all ranks along ex; backward sums the gradients of each rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, dispatch: Dispatch, width: int, dtype: torch.dtype) -> Any:
@@ -180,7 +180,7 @@ def _unpacked(packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, T
     return a, p.contiguous().view(dtype), bits.contiguous().view(dtype)
 
 
-class Arrived(NamedTuple):
+class ArrivedTokens(NamedTuple):
     """What a rank multiplies on a fold."""
 
     a: Tensor
@@ -188,7 +188,7 @@ class Arrived(NamedTuple):
     p: Tensor
     """The score of each of their choices, [R, K]."""
     pairs: Pairs
-    """Those tokens with the experts of this rank that they chose."""
+    """The same tokens with the experts of this rank that they chose."""
 
 
 class RowCounts(NamedTuple):
@@ -216,13 +216,13 @@ class Dispatch:
         """The experts of each rank along expert."""
         self.experts = self.shares[self.grid.coords["expert"]]
 
-    def turns(self, a: Tensor, scores: Tensor, ids: Tensor) -> Turns[Callable[[], Arrived]]:
+    def turns(self, a: Tensor, scores: Tensor, ids: Tensor) -> Turns[Callable[[], ArrivedTokens]]:
         """Send tokens [m/(zx), k/y] with the scores and ids of their experts [m/(zx), K]; the id E is none.
 
         It returns what waits for the tokens that come.
         """
         if self.stays:
-            return lambda: Arrived(a, scores, Pairs(ids, self.routing.experts))
+            return lambda: ArrivedTokens(a, scores, Pairs(ids, self.routing.experts))
         destinations = (ids // len(self.shares[0])).masked_fill_(ids >= self.routing.experts, self.ranks)
         rows = self.rows = Pairs(_once(destinations, self.ranks), self.ranks)
         counting = None if self.limit else self._launch_counts(destinations)
@@ -235,16 +235,18 @@ class Dispatch:
             self.counts = counting()
             ids = rows.keep(sum(self.counts.sent)).pick(ids)
         scores = scores.to(torch.promote_types(scores.dtype, a.dtype))
-        packed = Pack.apply(*(Conjugate.apply(each, rows.pick, rows.combine) for each in (a, scores)), ids)
+        packed = PackRows.apply(*(Conjugate.apply(each, rows.pick, rows.combine) for each in (a, scores)), ids)
         arriving: AsyncResult | Ready = Ready(packed)
         if self.ranks > 1:
             arriving = self.site.launch(packed, self._to_experts, self._from_experts)
 
-        def land() -> Arrived:
-            found, p, ids = Unpack.apply(arriving.wait(), self, a.shape[1], scores.dtype)
+        def land() -> ArrivedTokens:
+            found, p, ids = UnpackRows.apply(arriving.wait(), self, a.shape[1], scores.dtype)
             first, own = self.experts.start, len(self.experts)
             elsewhere = (ids < first) | (ids >= first + own)
-            return Arrived(found, p, Pairs((ids - first).masked_fill_(elsewhere, own), own).keep(self.counts.pairs))
+            return ArrivedTokens(
+                found, p, Pairs((ids - first).masked_fill_(elsewhere, own), own).keep(self.counts.pairs)
+            )
 
         return land
 

@@ -33,7 +33,7 @@ from fourfold.engine import Turns
 from fourfold.gradients import ForwardPass
 from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Init, Layout, Spec
-from fourfold.nn.dispatch import Arrived, Dispatch, Pairs, all_rows, own_rows, rows_here, stays
+from fourfold.nn.dispatch import ArrivedTokens, Dispatch, Pairs, all_rows, own_rows, rows_here, stays
 from fourfold.nn.layer import Layer, add_gradients
 from fourfold.nn.linear import MLP, keeps_weights, require_divisible
 from fourfold.nn.router import (
@@ -197,7 +197,7 @@ class Sent(NamedTuple):
     """Tokens on their way to experts on a fold."""
 
     dispatch: Dispatch
-    land: Callable[[], Arrived]
+    land: Callable[[], ArrivedTokens]
     """Waits for the tokens that arrive."""
 
 
