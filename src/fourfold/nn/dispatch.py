@@ -134,24 +134,25 @@ class Pairs:
 
 
 class PackRows(torch.autograd.Function):
-    """Forward writes the bits of p and of ids behind each row; backward reads the gradients of rows and p out.
+    """Forward picks the rows to send, with the bits of p and ids behind each; backward adds up what a token is owed.
 
-        a [S, w], p [S, K] and ids [S, K] -> [S, w + c]
+        a [m, w], p [m, K] and ids [m, K] -> [S, w + c]
 
     Ids are written plus 1, so that a row of zeros has no expert.
     """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, p: Tensor, ids: Tensor) -> Tensor:
-        ctx.width, ctx.dtype = a.shape[1], p.dtype
-        bits = (ids + 1).to(WHOLE_NUMBERS[p.itemsize])
-        return torch.cat([a, p.view(a.dtype), bits.view(a.dtype)], dim=1)
+    def forward(ctx: Any, a: Tensor, p: Tensor, ids: Tensor, rows: Pairs, empty: Tensor | None) -> Tensor:
+        ctx.rows, ctx.width, ctx.dtype = rows, a.shape[1], p.dtype
+        bits = torch.cat([p.view(WHOLE_NUMBERS[p.itemsize]), (ids + 1).to(WHOLE_NUMBERS[p.itemsize])], dim=1)
+        packed = rows.pick(torch.cat([a, bits.view(a.dtype)], dim=1))
+        return packed if empty is None else packed.masked_fill_(empty[:, None], 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         a, p, _ = _unpacked(gradient, ctx.width, ctx.dtype)
-        return a, p, None
+        return ctx.rows.combine(a), ctx.rows.combine(p), None, None, None
 
 
 class UnpackRows(torch.autograd.Function):
@@ -227,15 +228,15 @@ class Dispatch:
         rows = self.rows = Pairs(_once(destinations, self.ranks), self.ranks)
         counting = None if self.limit else self._launch_counts(destinations)
         yield  # the other half computes while the counts travel
+        empty = None
         if counting is None:
             self.counts = self._padded()
             empty = rows.pad(self.counts.sent[0])
-            ids = rows.pick(ids).masked_fill_(empty[:, None], self.routing.experts)
         else:
             self.counts = counting()
-            ids = rows.keep(sum(self.counts.sent)).pick(ids)
+            rows.keep(sum(self.counts.sent))
         scores = scores.to(torch.promote_types(scores.dtype, a.dtype))
-        packed = PackRows.apply(*(Conjugate.apply(each, rows.pick, rows.combine) for each in (a, scores)), ids)
+        packed = PackRows.apply(a, scores, ids, rows, empty)
         arriving: AsyncResult | Ready = Ready(packed)
         if self.ranks > 1:
             arriving = self.site.launch(packed, self._to_experts, self._from_experts)
