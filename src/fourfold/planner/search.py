@@ -33,6 +33,7 @@ import torch
 from fourfold.axes import CUTS, PIPE, REPLICA
 from fourfold.errors import NoPlanError
 from fourfold.planner.estimate import FRUGAL, LEVERS, RECOMPUTE, Cells, Estimates, Lever
+from fourfold.planner.folds import bases_for_ex, folds_of, folds_over_ex, is_textbook
 from fourfold.planner.machine import Machine, Route, Seconds
 from fourfold.planner.memory import Memory, MemoryReading, least_nbytes, without_stages
 from fourfold.planner.pipe import MOST_PIPE, best_pipeline, rough_pipeline, rough_stages, too_large
@@ -65,8 +66,6 @@ are known."""
 HOPELESS = 1.1
 """A candidate whose estimate is this factor above the best simulated seconds is not simulated: of 224 textbook grids on
 four tasks no estimate was more than 6% above what was simulated then."""
-TEXTBOOK_X = (1, 2, 4, 8)
-"""Sizes of x in the grids that people take without a planner; see `_is_textbook`."""
 SHOWN = 8
 """The number of grids that are priced closely, unless more are to be shown."""
 CLOSER_LOOK = 3
@@ -81,6 +80,8 @@ others would be left out for them."""
 PRICED_SAVING = 12
 """The most candidates with `SAVES_MEMORY` that are simulated, in addition, where others fit: their estimates do not
 count what they cost."""
+PRICED_EX, PRICED_EX_PIPELINES = 12, 3
+"""The most candidates of folds with ex that are simulated, in addition, without and with a pipe axis."""
 SEARCHED_PIPELINES = 5
 """The number of the best of them for which other numbers of chunks are priced, and a schedule is searched."""
 MANY_DEVICES, WIDE_NODES = 512, 4
@@ -92,8 +93,6 @@ NEAR = 0.02
 """Grids whose seconds are within this share of the best may be the best with other settings."""
 WORTH_TUNING = 0.005
 """The share of a step that a plan must gain to differ from what `fourfold train` does by itself."""
-ROOM_FOR_EXPERTS = 0.5
-"""The share of a device's memory that weights and gradients of experts may take on a fold that cuts them no further."""
 LONG_SEQUENCE = 8192
 """Sequences of at least so many tokens may be cut over places where one of them is too much for a device, and may have
 their MLPs in chunks and their block inputs on the host."""
@@ -388,45 +387,19 @@ class _Search:
 
     def _run(self) -> None:
         shapes = list(self.space.shapes or self._shapes())
-        folds = [] if self.space.shapes else [fold for shape in shapes for fold in self._folds(shape)]
+        folds = [] if self.space.shapes else [fold for shape in shapes for fold in folds_of(self.task, shape)]
         candidates = list(self._candidates([*shapes, *folds]))
         needy = [] if self.space.shapes else self._with_context(candidates)
         grids = self._grids(candidates)
         grids += self._grids(list(self._candidates(needy)))
-        if grids:
-            self._rank(self._simulate(grids))
+        found = self._simulate(grids)
+        self._simulate_orders(found)
+        if not self.space.shapes:
+            found = self._with_ex(found)
+        self._rank(found)
 
     def _shapes(self) -> Iterator[Shape]:
         return shapes_of(self.plan.devices, axes=self.space.axes)
-
-    def _folds(self, shape: Shape) -> Iterator[Shape]:
-        """Yield folds of a grid for a mixture of experts, with sharded activations alone.
-
-        Tokens are sent inside a node, or to as many ranks as there are experts, or where z is alone to nobody. Weights
-        are cut over the fewest ranks that leave room for all else, or over all that have the same experts. Grids with
-        pipe have the first of these folds alone.
-        """
-        config, node = self.task.config, self.task.machine.devices_per_node
-        ranks = shape.x * shape.z * shape.data
-        if not config.experts or ranks == 1 or not self._is_textbook(shape):
-            return
-        sizes = [size for size in range(2, ranks + 1) if ranks % size == 0 and config.experts % size == 0]
-        near = max((size for size in sizes if size <= node), default=1)
-        every = shape.pipe == 1
-        wanted = dict.fromkeys([near, max(sizes, default=1), *([1] if shape.z == ranks else [])] if every else [near])
-        of_experts = 3 * config.layers * config.experts * config.hidden * config.expert_hidden // shape.pipe
-        state = 2 * of_experts * self.task.parameters.itemsize  # weights and gradients
-        found = {}
-        for expert in wanted:
-            left = ranks // expert
-            cuts = [size for size in range(1, left + 1) if left % size == 0]
-            fits = (size for size in cuts if state / (expert * size) <= ROOM_FOR_EXPERTS * self.limit)
-            least = next(fits, left)
-            found |= dict.fromkeys([(expert, least), (expert, left)] if every else [(expert, least)])
-        for expert, ez in found:
-            fold = shape.with_fold(expert=expert, ez=ez)
-            if fold.folded and (expert > 1 or ez < shape.z):
-                yield fold
 
     def _with_context(self, candidates: Sequence[Candidate]) -> list[Shape]:
         """Return grids with a context size where that may help: where places have less than a row, or where one row is
@@ -485,7 +458,7 @@ class _Search:
         """
         shown = max(self.top, SHOWN)
         waiting = [
-            (not self._is_textbook(grid.shape), grid.estimate, place)
+            (not is_textbook(self.task.machine, grid.shape), grid.estimate, place)
             for place, grid in enumerate(grids)
             if not self._refused(grid) and grid.estimate < inf
         ]
@@ -530,9 +503,53 @@ class _Search:
         ranked = sorted(found.items(), key=lambda one: min(price.seconds for price in one[1]))
         return [(grids[place], prices) for place, prices in ranked]
 
-    def _is_textbook(self, shape: Shape) -> bool:
-        """Return whether people would take this grid without a search: a small x inside a node, z, data and pipe."""
-        return shape.y == 1 and shape.x in TEXTBOOK_X and shape.x <= self.task.machine.devices_per_node
+    def _simulate_orders(self, found: Sequence[tuple[GridCandidates, list[Price]]]) -> None:
+        """Simulate the best candidates in other rank orders too, as far as simulations are left."""
+        left = self.simulations - self.plan.simulated
+        plain = [(grid, prices) for grid, prices in found if grid.shape.pipe == 1]
+        further = [
+            (one, prices)
+            for grid, prices in plain[: max(CLOSER_LOOK, left // PER_GRID)]
+            for one in grid.elsewhere(self.task.machine)
+        ]
+        further.sort(key=lambda one: one[0].seconds)
+        for one, prices in further[: max(0, left)]:
+            prices.append(self._price(one))
+
+    def _with_ex(
+        self, found: Sequence[tuple[GridCandidates, list[Price]]]
+    ) -> Sequence[tuple[GridCandidates, list[Price]]]:
+        """Return what was simulated and, in addition, folds with ex of the fastest grids; the fastest first."""
+        simulated = [price for _, prices in found for price in prices]
+        bases = bases_for_ex(self.task, self.plan.devices, simulated)
+        folds = [fold for shape, expert in bases for fold in folds_over_ex(self.task, shape, expert)]
+        grids = self._grids(list(self._candidates(folds)))
+        best = min((price.seconds for price in simulated), default=inf)
+        waiting = [
+            (grid.estimate, place)
+            for place, grid in enumerate(grids)
+            if not self._refused(grid) and grid.estimate < inf
+        ]
+        heapify(waiting)
+        left = {False: PRICED_EX, True: PRICED_EX_PIPELINES}
+        prices: dict[int, list[Price]] = {}
+        while waiting:
+            estimate, place = heappop(waiting)
+            grid, known = grids[place], prices.setdefault(place, [])
+            piped = grid.shape.pipe > 1
+            if estimate > HOPELESS * best or not left[piped]:
+                self.plan.waiting += [] if known else [grid]
+                continue
+            if grid.try_next():
+                known.append(self._price(grid.found[-1]))
+                left[piped] -= 1
+                best = min(best, known[-1].seconds)
+            elif not known and grid.estimate == inf:
+                self._refuse(grid)
+            if grid.estimate < inf and len(known) < (1 if piped else PER_GRID):
+                heappush(waiting, (grid.estimate, place))
+        every = [*found, *((grids[place], known) for place, known in prices.items() if known)]
+        return sorted(every, key=lambda one: min(price.seconds for price in one[1]))
 
     def _refused(self, grid: GridCandidates) -> bool:
         """Refuse a grid if even its smallest candidate exceeds the memory, and say by how much.
@@ -568,17 +585,8 @@ class _Search:
         self.plan.refused.append(Refused(grid.shape, reason, max(0, lacking)))
 
     def _rank(self, found: Sequence[tuple[GridCandidates, list[Price]]]) -> None:
-        """Simulate the best candidates in other rank orders too; then price the first grids more closely."""
-        left = self.simulations - self.plan.simulated
+        """Price the first grids more closely, and choose."""
         plain = [(grid, prices) for grid, prices in found if grid.shape.pipe == 1]
-        further = [
-            (one, prices)
-            for grid, prices in plain[: max(CLOSER_LOOK, left // PER_GRID)]
-            for one in grid.elsewhere(self.task.machine)
-        ]
-        further.sort(key=lambda one: one[0].seconds)
-        for one, prices in further[: max(0, left)]:
-            prices.append(self._price(one))
         ranked = sorted(
             (min(prices, key=lambda one: one.seconds) for _, prices in found),
             key=lambda found: found.seconds,
