@@ -31,7 +31,8 @@ from fourfold.models.config import config
 from fourfold.planner.folds import is_textbook
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Price, Task
-from fourfold.planner.search import Space, search
+from fourfold.planner.search import search
+from fourfold.planner.space import Space
 from fourfold.shape import Shape, shapes_of
 
 HALF, FROM = 0.5, 0.10

@@ -17,12 +17,14 @@ from fourfold.cli import main
 from fourfold.grid import Shape
 from fourfold.planner import search as search_file
 from fourfold.planner.folds import bases_for_ex, folds_of, folds_over_ex
+from fourfold.planner.grid_plan import GridPlan
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Candidate, Task, price
 from fourfold.planner.program import HostWaitOp, LaunchOp
-from fourfold.planner.search import GridPlan, Space, search
+from fourfold.planner.search import search
 from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.space import Space
 from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
 from fourfold.shape import shapes_of
