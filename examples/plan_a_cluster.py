@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import fourfold as ff
+from fourfold.planner.grid_plan import GridPlan
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Task
-from fourfold.planner.search import GridPlan, search
+from fourfold.planner.search import search
 
 
 def table(plan: GridPlan, top: int) -> str:

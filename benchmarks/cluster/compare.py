@@ -35,7 +35,8 @@ from benchmarks.cluster.settings import (
 from benchmarks.shared.workloads import Line
 from fourfold.axes import AXES
 from fourfold.planner.machine import Machine
-from fourfold.planner.search import Space, search
+from fourfold.planner.search import search
+from fourfold.planner.space import Space
 
 SETTINGS = ("4x2-200-few", "4x2-100-few", "4x2-200-many", "4x2-50-few")
 

@@ -28,9 +28,11 @@ from benchmarks.planner.published_runs import ROWS, SEQ
 from benchmarks.shared.tables import RESULTS, markdown_table, verdict
 from fourfold.axes import AXES
 from fourfold.models.config import config
+from fourfold.planner.folds import is_textbook
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Price, Task
-from fourfold.planner.search import TEXTBOOK_X, Space, search
+from fourfold.planner.search import search
+from fourfold.planner.space import Space
 from fourfold.shape import Shape, shapes_of
 
 HALF, FROM = 0.5, 0.10
@@ -163,7 +165,7 @@ def textbook() -> Iterator[str]:
 def family(task: Task, devices: int) -> Iterator[Price]:
     """Yield the best price of each textbook grid, each searched by itself."""
     for shape in shapes_of(devices, axes=AXES):
-        if shape.y == 1 and shape.x in TEXTBOOK_X and shape.x <= task.machine.devices_per_node:
+        if is_textbook(task.machine, shape):
             yield from _alone(task, devices, shape)
 
 

@@ -21,7 +21,8 @@ from fourfold.models.config import config
 from fourfold.planner.machine import load_machine
 from fourfold.planner.memory import kept_for_backward
 from fourfold.planner.price import Candidate, Task, memory_of, price
-from fourfold.planner.search import Space, search
+from fourfold.planner.search import search
+from fourfold.planner.space import Space
 from fourfold.planner.step_program import flops_per_token
 from fourfold.policy import Overlap, Policy, Recompute
 from fourfold.shape import Shape, shapes_of

@@ -20,7 +20,8 @@ from fourfold.axes import AXES
 from fourfold.models.config import config
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Candidate, Task
-from fourfold.planner.search import SHOWN, Space, search
+from fourfold.planner.search import SHOWN, search
+from fourfold.planner.space import Space
 from fourfold.planner.step_program import flops_per_token
 from fourfold.policy import Overlap, Policy, Recompute
 from fourfold.shape import Shape, shapes_of

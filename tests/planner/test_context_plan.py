@@ -18,7 +18,8 @@ from fourfold.ledger import Collective
 from fourfold.planner.lengths import LengthSample
 from fourfold.planner.machine import Seconds, load_machine
 from fourfold.planner.price import Candidate, Task, price
-from fourfold.planner.search import Space, search, ways_of
+from fourfold.planner.search import search
+from fourfold.planner.space import Space, ways_of
 from fourfold.planner.trace import fake_ranks, kept_bytes
 from fourfold.policy import Policy
 from fourfold.shape import Shape, shapes_of

@@ -6,21 +6,28 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fourfold as ff
+from fourfold.axes import AXES
 from fourfold.cli import main
 from fourfold.grid import Shape
+from fourfold.planner import search as search_file
+from fourfold.planner.folds import bases_for_ex, folds_of, folds_over_ex
+from fourfold.planner.grid_plan import GridPlan
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Candidate, Task, price
 from fourfold.planner.program import HostWaitOp, LaunchOp
 from fourfold.planner.search import search
 from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.space import Space
 from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
+from fourfold.shape import shapes_of
 
 CONFIG = ff.models.config("mixtral-8x7b", layers=4)
 MACHINE = load_machine("dgx-h100")
@@ -80,6 +87,81 @@ def test_folds_are_searched_for_mixtures_alone() -> None:
     dense = replace(TASK, config=ff.models.config("llama-3-8b", layers=2))
     plan = search(dense, 8, top=4)
     assert not any(shape.folded for shape in [one.candidate.shape for one in plan.ranked])
+
+
+def few_wide(experts: int, gib: int = 141) -> Task:
+    """A mixture of few, wide experts that gets few tokens a step, on a node with so much memory for each device."""
+    config = ff.models.config("mixtral-8x7b", layers=2, experts=experts, top_k=1, expert_hidden=28672)
+    return Task(config, replace(load_machine("h200-node"), memory=gib << 30), 8, 1024)
+
+
+def without_ex(task: Task, devices: int, **options: Any) -> GridPlan:
+    """Search as if no fold cut the hidden units of experts."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(search_file, "folds_over_ex", lambda *_: iter(()))
+        return search(task, devices, **options)
+
+
+@pytest.mark.parametrize("experts", [1, 3, 4, 8])
+def test_folds_over_ex_are_those_that_the_model_and_the_grid_allow(experts: int) -> None:
+    task = few_wide(experts)
+    narrow = replace(task, config=replace(task.config, expert_hidden=6 * 1024))
+    for shape in shapes_of(12, axes=("z", "data", "pipe")):
+        assert not any(fold.ex > 1 for fold in folds_of(narrow, shape))
+        for expert in (1, 2, 4):
+            ranks = shape.z * shape.data
+            for fold in folds_over_ex(narrow, shape, expert) if ranks % expert == 0 else ():
+                assert 1 < fold.ex <= narrow.machine.devices_per_node and fold.expert == expert
+                assert fold.with_fold() == shape
+                assert narrow.config.misfit(fold, POLICY) is None
+    sizes = {fold.ex for fold in folds_over_ex(narrow, Shape(z=12), 1)}
+    assert sizes == {2, 3, 4, 6}  # 12 divides the ranks and the width, and is more than a node has
+    odd = replace(task, config=replace(task.config, expert_hidden=5))
+    assert not list(folds_over_ex(odd, Shape(z=12), 1))
+
+
+def test_wide_experts_that_no_ranks_can_share_are_cut_over_ex() -> None:
+    """3 experts on 8 devices: `expert` has no divisor, and over z and ez whole weights would travel for few tokens."""
+    task = few_wide(3, gib=18)
+    found, other = search(task, 8, top=4), without_ex(task, 8, top=4)
+    best = found.best
+    assert best.candidate.shape.ex == 8 and other.best.candidate.shape.ex == 1
+    assert best.seconds < 0.8 * other.best.seconds
+    assert best.memory.total <= task.usable_bytes
+    # the same as of the grid that somebody asks for
+    assert price(task, best.candidate).seconds == pytest.approx(best.seconds, rel=1e-9)
+    alone = search(task, 8, top=1, space=Space(shapes=(best.candidate.shape,))).best
+    assert alone.candidate.shape.named == best.candidate.shape.named
+    assert alone.seconds == pytest.approx(best.seconds, rel=1e-2)
+    # how much further it looked is said
+    assert found.simulated > other.simulated and found.candidates > other.candidates
+
+
+@pytest.mark.parametrize("experts", [2, 4, 8])
+@pytest.mark.parametrize("axes", [("x", "y", "z", "data"), AXES], ids=["plain", "pipe"])
+def test_ex_never_makes_the_choice_slower(experts: int, axes: tuple[str, ...]) -> None:
+    task = replace(few_wide(experts), machine=replace(MACHINE, devices_per_node=4), rows=16)
+    space = Space(axes=axes)
+    found, other = search(task, 16, space=space, simulations=24), without_ex(task, 16, space=space, simulations=24)
+    assert found.best.seconds <= other.best.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("rows", "seq", "tried"), [(1, 512, True), (8, 8192, False)])
+def test_ex_is_tried_only_where_a_step_waits_for_weights(rows: int, seq: int, tried: bool) -> None:
+    """With many tokens, gathers of weights are hidden behind products."""
+    task = replace(few_wide(2), rows=8 * rows, seq=seq, captured=True)
+    simulated = price(task, Candidate(Shape(z=8), replace(POLICY, recompute="none"), rows, 1))
+    assert (Shape(z=8) in {shape for shape, _ in bases_for_ex(task, 8, [simulated])}) is tried
+
+
+def test_the_robust_choice_is_made_among_folds_with_ex_too() -> None:
+    task = few_wide(2, gib=18)
+    found = search(task, 8, top=4, risk="robust")
+    assert found.robust is not None
+    assert any(one.price.candidate.shape.ex > 1 for one in found.robust.compared)
+    assert found.best.candidate.shape.ex > 1
+    worst = without_ex(task, 8, top=4, risk="robust").robust
+    assert worst is not None and found.robust.band[1] < worst.band[1]
 
 
 def test_one_fold_is_planned_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,10 @@ from fourfold.planner.machine import Seconds, load_machine, parse_machine, to_to
 from fourfold.planner.memory import peak_memory, pinned_nbytes
 from fourfold.planner.price import Candidate, Task, price
 from fourfold.planner.program import CopyOp, MatmulOp, WaitOp, Work
-from fourfold.planner.search import Space, search
+from fourfold.planner.search import search
 from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.space import Space
 from fourfold.planner.step_program import step_program
 from fourfold.policy import Overlap, Policy
 from fourfold.report.plan_text import plan_table

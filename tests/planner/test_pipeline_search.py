@@ -15,6 +15,7 @@ import fourfold as ff
 from fourfold.axes import AXES
 from fourfold.commands.plan import run_config
 from fourfold.planner import search as search_file
+from fourfold.planner.grid_plan import GridPlan
 from fourfold.planner.machine import LinkSpeed, load_machine
 from fourfold.planner.pipe import (
     StageCost,
@@ -27,7 +28,8 @@ from fourfold.planner.pipe import (
     stages_with,
 )
 from fourfold.planner.price import Candidate, PipePrice, Task, memory_by_pipe_rank, memory_of, price
-from fourfold.planner.search import GridPlan, Space, search
+from fourfold.planner.search import search
+from fourfold.planner.space import Space
 from fourfold.policy import Policy
 from fourfold.schedule.choose import choose
 from fourfold.schedule.stages import place

@@ -14,10 +14,12 @@ from fourfold.commands.plan import why
 from fourfold.planner import robust
 from fourfold.planner import search as search_file
 from fourfold.planner.explain import plan_document
+from fourfold.planner.grid_plan import GridPlan
 from fourfold.planner.machine import Machine, load_machine
 from fourfold.planner.price import Candidate, Task, memory_of, price
 from fourfold.planner.robust import LESS_MEMORY, choose, complexity, helps, scenarios, shortlist
-from fourfold.planner.search import GridPlan, Space, search
+from fourfold.planner.search import search
+from fourfold.planner.space import Space
 from fourfold.report.plan_text import reasons_it_wins, robust_text
 
 H100 = load_machine("dgx-h100")

@@ -22,7 +22,8 @@ from fourfold.planner.estimate import LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import HostSpeed, Machine, load_machine
 from fourfold.planner.price import Candidate, Price, Task, memory_of, price, timeline
 from fourfold.planner.program import LaunchOp
-from fourfold.planner.search import Space, search, search_built
+from fourfold.planner.search import search, search_built
+from fourfold.planner.space import Space
 from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
 from fourfold.shape import Shape, shapes_of

@@ -14,10 +14,12 @@ from browser import attribute, opened
 from fourfold.axes import AXES
 from fourfold.cli import main
 from fourfold.planner.explain import model_facts, plan_document, reasons
+from fourfold.planner.grid_plan import GridPlan
 from fourfold.planner.machine import LinkSpeed, load_machine
 from fourfold.planner.price import PipePrice, Task
-from fourfold.planner.search import GridPlan, Space, search
+from fourfold.planner.search import search
 from fourfold.planner.simulate import chrome_trace_of_pipe
+from fourfold.planner.space import Space
 from fourfold.report.page import plotly_js
 from fourfold.report.plan_page import plan_page, view
 from fourfold.report.plan_text import pipeline_text, plan_table, reasons_it_wins

@@ -25,11 +25,13 @@ from fourfold.models.open import ModelBuilder, config_json_path, open_model, why
 from fourfold.models.sizes import SIZES
 from fourfold.planner.explain import add_training, model_facts, plan_document, reasons, why_not_chosen
 from fourfold.planner.goodput import FailureRates
+from fourfold.planner.grid_plan import GridPlan
 from fourfold.planner.lengths import LengthSample
 from fourfold.planner.machine import DTYPES, Machine, load_machine
 from fourfold.planner.price import PipePrice, Price, Task
-from fourfold.planner.search import GridPlan, Space, search, search_built
+from fourfold.planner.search import search, search_built
 from fourfold.planner.simulate import chrome_trace, chrome_trace_of_pipe
+from fourfold.planner.space import Space
 from fourfold.policy import Overlap
 from fourfold.report.plan_page import write_plan_page
 from fourfold.report.plan_text import (

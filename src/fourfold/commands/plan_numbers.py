@@ -16,7 +16,8 @@ from fourfold.planner.explain import entry, kinds_of, model_facts, robustness, t
 from fourfold.planner.goodput import FailureRates
 from fourfold.planner.price import Task
 from fourfold.planner.robust import Risk
-from fourfold.planner.search import Space, search
+from fourfold.planner.search import search
+from fourfold.planner.space import Space
 from fourfold.report.plan_text import grid_name, uncertain_text
 from fourfold.report.units import DASH, aligned, count, money, nbytes, percent
 

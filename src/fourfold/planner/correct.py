@@ -42,7 +42,8 @@ from fourfold.planner.machine import (
     with_slower_products,
 )
 from fourfold.planner.price import Candidate, PipePrice, Price, Task, price, shorter_models
-from fourfold.planner.search import CHOSEN_FIELDS, Space, search
+from fourfold.planner.search import search
+from fourfold.planner.space import CHOSEN_FIELDS, Space
 from fourfold.planner.step_parts import (
     ATTENTION,
     HOST_PART,

@@ -10,10 +10,11 @@ from fourfold.axes import MESSAGE_AXES, OFFLOAD, PIPE
 from fourfold.models.config import ModelConfig
 from fourfold.planner.estimate import Lever
 from fourfold.planner.goodput import FailureRates
+from fourfold.planner.grid_plan import GridPlan
 from fourfold.planner.machine import HostMode
 from fourfold.planner.price import Candidate, PipePrice, Price, TracedPrice, memory_of, quick_price
 from fourfold.planner.robust import ABOUT_AS_GOOD, LESS_MEMORY, RobustChoice, compare, complexity, helps
-from fourfold.planner.search import CHOSEN_FIELDS, GridPlan
+from fourfold.planner.space import CHOSEN_FIELDS
 from fourfold.planner.step_program import recompute_of
 from fourfold.schedule.text import to_csv
 

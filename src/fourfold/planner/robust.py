@@ -268,13 +268,15 @@ def _kind(one: Price) -> tuple[object, ...]:
         shape.pipe > 1,
         shape.z > 1,
         shape.context > 1,
+        shape.expert > 1,
+        shape.ex > 1,
     )
 
 
 def complexity(one: Price) -> tuple[int, bool]:
-    """Return how many axes a grid has, and whether x and y reach beyond a node: fewer and inside is simpler."""
+    """Return how many axes a grid has, and whether x, y and ex reach beyond a node: fewer and inside is simpler."""
     shape, prices = one.candidate.shape, one.task.seconds_on(one.candidate)
-    crosses = any(prices.link(axis).crosses for axis in ("x", "y") if shape.sizes[axis] > 1)
+    crosses = any(prices.link(axis).crosses for axis in ("x", "y", "ex") if shape.cuts[axis] > 1)
     return len(shape.message_axes), crosses
 
 

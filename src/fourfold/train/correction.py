@@ -25,7 +25,7 @@ from fourfold.models.sizes import SIZES
 from fourfold.planner.correct import Correction, correct, faster_plan
 from fourfold.planner.machine import to_toml
 from fourfold.planner.price import Candidate, PipePrice, Price
-from fourfold.planner.search import CHOSEN_FIELDS
+from fourfold.planner.space import CHOSEN_FIELDS
 from fourfold.planner.step_parts import TracedParts, combine
 from fourfold.report.units import duration
 from fourfold.train.config import TrainConfig

@@ -38,8 +38,9 @@ from fourfold.planner.machine import DTYPES as DTYPE_NAMES
 from fourfold.planner.machine import Machine, load_machine, machine_names
 from fourfold.planner.price import Candidate, Price, Task, memory_of, price
 from fourfold.planner.program import LaunchOp, MatmulOp, Work
-from fourfold.planner.search import Space, search
+from fourfold.planner.search import search
 from fourfold.planner.simulate import COMPUTE, TimelineSpan, chrome_trace, simulate
+from fourfold.planner.space import Space
 from fourfold.planner.step_program import step_program
 from fourfold.policy import LEFT_OPEN, SAVES_MEMORY, Policy
 from fourfold.report.units import duration
