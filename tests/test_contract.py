@@ -96,7 +96,7 @@ INSIDE = {
     "planner": [
         "__init__", "goodput", "machine", "lengths", "sizes", "program", "step_parts", "context", "layers", "mixture",
         "transformer", "step_program", "memory", "trace", "simulate", "price", "fit", "calibrate", "pipe", "estimate",
-        "robust", "search", "explain", "correct",
+        "robust", "grid_plan", "space", "folds", "fitting", "search", "explain", "correct",
     ],
     "watch": ["__init__", "memory", "processes", "tape", "diagnose", "liveness", "peers", "checks"],
     "report": ["__init__", "units", "page", "run_data", "run_places", "run_page", "plan_text", "plan_page"],

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from fourfold.planner.estimate import FRUGAL, LEVERS, RECOMPUTE, Lever
+from fourfold.planner.estimate import FRUGAL, LEVERS, Lever
 from fourfold.planner.grid_plan import GIB, Refused
 from fourfold.planner.memory import Memory, MemoryReading, least_nbytes
 from fourfold.planner.pipe import rough_pipeline, rough_stages, too_large
 from fourfold.planner.price import Candidate, MemoryByKind, Task, memory_of
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.space import Space
-from fourfold.policy import SAVES_MEMORY, Policy, Recompute
+from fourfold.policy import SAVES_MEMORY, Policy
 from fourfold.shape import Shape
 
 LOSS_CHUNK = 2048
@@ -43,7 +43,7 @@ class MemoryFitter:
         admits each lever: [candidate, lever]. Refuse the other grids."""
         sizes = [candidate.sizes(self.task) for candidate in candidates]
         lean = self._lean_sizes(candidates, sizes)
-        frugal = self.least_nbytes(candidates, lean, FRUGAL.recompute)
+        frugal = self.least_nbytes(candidates, lean, FRUGAL)
         fits = (frugal <= self.limit).nonzero()[:, 0].tolist()
         possible = {candidates[place].shape for place in fits}
         refused: dict[Shape, float] = {}
@@ -56,9 +56,9 @@ class MemoryFitter:
             self.refused.append(Refused(shape, reason, round(nbytes) - self.limit))
         candidates, sizes, lean = ([each[place] for place in fits] for each in (candidates, sizes, lean))
         least = {FRUGAL.recompute: frugal[fits]}
-        for recompute in RECOMPUTE:
-            if recompute not in least:
-                least[recompute] = self.least_nbytes(candidates, lean, recompute)
+        for lever in LEVERS:
+            if lever.recompute not in least:
+                least[lever.recompute] = self.least_nbytes(candidates, lean, lever)
         by_lever = torch.stack([least[lever.recompute] for lever in LEVERS], dim=1)
         return candidates, sizes, by_lever <= self.limit
 
@@ -104,10 +104,8 @@ class MemoryFitter:
             least = without if self.has_room(without) else least
         return least
 
-    def least_nbytes(
-        self, candidates: Sequence[Candidate], sizes: Sequence[LocalSizes], recompute: Recompute
-    ) -> torch.Tensor:
-        """Return a lower bound of the bytes of each candidate with this recompute: [candidate].
+    def least_nbytes(self, candidates: Sequence[Candidate], sizes: Sequence[LocalSizes], lever: Lever) -> torch.Tensor:
+        """Return a lower bound of the bytes of each candidate with a lever: [candidate].
 
         It is quick, and it is the answer for most candidates that do not fit.
         """
@@ -115,7 +113,7 @@ class MemoryFitter:
         layers = [first[one.shape.pipe] for one in candidates]
         passes = [min(one.shape.pipe, one.micro_steps) for one in candidates]
         counts = torch.tensor([layers, passes, [one.micro_steps for one in candidates]], dtype=torch.float64)
-        return least_nbytes(sizes, recompute, *counts)
+        return least_nbytes(sizes, lever.recompute, *counts)
 
     def _first_layers(self, pipe: int) -> int:
         """Return the layers of the first of so many pipe ranks; 0 if a given schedule may keep less than 1F1B does."""

@@ -124,16 +124,16 @@ def best_pipeline(
     limit: int,
     *,
     searches: bool,
-    most: Recompute | None = None,
+    may_recompute: bool = False,
     fastest: float = inf,
 ) -> PipePrice | None:
     """Return the fastest pipeline of a candidate that fits into `limit` bytes on every rank; None if none fits.
 
     With `searches` it also looks for a schedule of its own, for the seconds of the stages and the memory there is,
     where such a schedule may be faster than a named one and than `fastest`, the seconds of another candidate.
-    Where memory demands it, backward may compute again up to `most`; by default what the candidate's policy says.
+    Where memory demands it, backward may compute again what the candidate's policy says, or more with `may_recompute`.
     """
-    most = most or candidate.policy.recompute
+    most = KINDS[-1] if may_recompute else candidate.policy.recompute
     best: PipePrice | None = None
     for layout in _layouts(task, candidate, searches=searches):
         found = price_pipe(task, layout)

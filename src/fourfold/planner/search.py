@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, get_args
 import torch
 
 from fourfold.axes import REPLICA
-from fourfold.planner.estimate import FRUGAL, Cells, Estimates, Lever
+from fourfold.planner.estimate import Cells, Estimates, Lever
 from fourfold.planner.fitting import MemoryFitter, saving_nothing
 from fourfold.planner.folds import bases_for_ex, folds_of, folds_over_ex, is_textbook
 from fourfold.planner.grid_plan import GIB, Estimated, GridCandidates, GridPlan, Refused, describe_memory, why_no_grid
@@ -194,7 +194,7 @@ class _Search:
             shapes |= {one.shape: None for one in candidates}
         if task.seq >= LONG_SEQUENCE:
             single = [one for one in candidates if one.rows == 1]
-            least = self.memory.least_nbytes(single, [one.sizes(task) for one in single], KEEPS_ALL.recompute).tolist()
+            least = self.memory.least_nbytes(single, [one.sizes(task) for one in single], KEEPS_ALL).tolist()
             shapes |= {one.shape: None for one, nbytes in zip(single, least, strict=True) if nbytes > self.limit}
         return [shape.with_context(size) for shape in shapes for size in context_sizes(task, shape)]
 
@@ -449,9 +449,9 @@ class _Search:
         """Return the best pipeline of a grid within so many bytes; None if none fits, or if the policies say which."""
         if self.space.keeps_stages:
             return None
-        most = FRUGAL.recompute if self.space.policies is None else None
         candidate = self._open(found.candidate)
-        return best_pipeline(self.task, candidate, limit, searches=True, most=most, fastest=fastest)
+        more = self.space.policies is None
+        return best_pipeline(self.task, candidate, limit, searches=True, may_recompute=more, fastest=fastest)
 
     def _price(self, found: Estimated) -> Price:
         self.plan.simulated += 1
