@@ -72,14 +72,17 @@ class PlacementCost:
     """The pairs of the busiest node divided by the mean, by block."""
     together: list[float]
     """The share of companions that are on one rank, by block; empty if none were recorded."""
+    ranks: int
+    """The number of ranks."""
 
     def ranks_of_a_token(self, chosen: int) -> list[float]:
         """Return to how many ranks a token goes on average, by block.
 
         It is exact for two experts of a token. For K it is what follows if companions are independent of each other:
-        with a share s of them on one rank, (1 - (1 - s)^K) / s.
+        with a share s of them on one rank, (1 - (1 - s)^K) / s, and not more than there are ranks.
         """
-        return [(1 - (1 - share) ** chosen) / share if share else float(chosen) for share in self.together]
+        each = [(1 - (1 - share) ** chosen) / share if share else float(chosen) for share in self.together]
+        return [min(found, float(self.ranks)) for found in each]
 
 
 def cost_of(counts: Tensor, companions: Tensor | None, order: Tensor, where: ExpertRanks) -> PlacementCost:
@@ -96,7 +99,7 @@ def cost_of(counts: Tensor, companions: Tensor | None, order: Tensor, where: Exp
     for own, new in zip(() if companions is None else companions.double(), order, strict=companions is not None):
         found = _of_others(own)[new][:, new]
         together.append(float(found[bins[:, None] == bins].sum() / found.sum().clamp(min=1)))
-    return PlacementCost(_worst(loads), _worst(by_node), together)
+    return PlacementCost(_worst(loads), _worst(by_node), together, where.number)
 
 
 def _worst(loads: Tensor) -> list[float]:
@@ -121,7 +124,7 @@ def _place(counts: Tensor, met: Tensor | None, where: ExpertRanks, groups: int) 
         return _placed(counts, met, shares)
     every = torch.arange(experts).view(groups, size)
     if all(share % size == 0 for share in shares):  # ranks have whole groups
-        of_groups = None if met is None else met.unflatten(1, (groups, size)).sum(2).unflatten(0, (groups, size)).sum(1)
+        of_groups = None if met is None else _of_others(met.view(groups, size, groups, size).sum((1, 3)))
         return every[_placed(counts.view(groups, size).sum(1), of_groups, where.shares(groups))].flatten()
     if len(set(shares)) > 1 or size % shares[0]:
         raise ValueError(
@@ -134,7 +137,7 @@ def _place(counts: Tensor, met: Tensor | None, where: ExpertRanks, groups: int) 
 
 
 def _of_others(companions: Tensor) -> Tensor:
-    """Return the companions of each expert besides itself."""
+    """Return the companions of each expert, or group, besides itself."""
     return companions - companions.diag().diag()
 
 

@@ -126,6 +126,23 @@ def test_groups_stay_together(groups: int, ranks: ExpertRanks) -> None:
         assert fmean(after.together) > fmean(even.together)
 
 
+def test_groups_that_the_same_tokens_choose_come_together() -> None:
+    """However many companions a group has inside, which are together anyhow."""
+    groups, size = 16, 2
+    near = torch.arange(groups) // 2  # groups 0 and 1 are chosen together, 2 and 3, ...
+    met = 10 * (near == near[:, None]).long() + 1000 * torch.eye(groups, dtype=torch.long)
+    companions = met.repeat_interleave(size, 0).repeat_interleave(size, 1)[None]
+    order = place(torch.full((1, groups * size), 100), companions, ExpertRanks(4, 4), groups)
+    of_ranks = near[order[0].view(4, -1) // size]
+    assert [len(set(each)) for each in of_ranks.tolist()] == [2] * 4
+
+
+def test_a_token_goes_to_no_more_ranks_than_there_are() -> None:
+    companions = torch.full((1, 8, 8), 100)  # every token chooses all of 8 experts
+    cost = cost_of(torch.full((1, 8), 100), companions, torch.arange(8)[None], ExpertRanks(2, 2))
+    assert cost.ranks_of_a_token(8) == [2.0]
+
+
 def test_what_does_not_divide_is_refused() -> None:
     counts, companions, _ = skewed(24, 2)
     with pytest.raises(ValueError, match="6 ranks along expert do not make nodes of 4; choose a number"):

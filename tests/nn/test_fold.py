@@ -15,7 +15,7 @@ import fourfold as ff
 from fourfold import comm
 from fourfold.layout import chunk
 from fourfold.models.generate import generate
-from fourfold.nn.dispatch import Dispatch
+from fourfold.nn.dispatch import Dispatch, PackRows, Pairs, _unpacked
 from fourfold.nn.layer import specs_of
 from fourfold.nn.router import Routing
 from fourfold.params import local_of
@@ -203,6 +203,15 @@ def trained(shape: Shape, shard_optimizer: bool) -> tuple[list[float], list[floa
     return norms, losses, whole
 
 
+def test_padded_rows_may_go_to_a_rank_without_experts(ranks) -> None:
+    """Three ranks have the five experts."""
+    config, shape = mixture(capacity=0.8), Shape(x=2, z=2, expert=4)
+    loss, gradients, _ = step_on(Shape(), {}, 1, config)
+    for found, grads, _ in ranks(4).run(step_on, shape, dict(pad_experts=True), 1, config):
+        assert abs(found - loss) < 1e-12
+        assert max(float((grads[name] - gradients[name]).abs().max()) for name in grads) < 1e-12
+
+
 FOLDS = [
     (Shape(z=4, expert=4), True),
     (Shape(x=2, z=2, expert=2), True),
@@ -317,6 +326,43 @@ def test_three_of_four_tokens_leave_a_rank_once_each_with_their_choices_and_come
     first, second = ranks(2).run(send_and_return)
     assert first == (3 * (8 * 4 + 2 * (4 + 4)), 3 * 8 * 4, [4, 8])  # experts 0 and 1, two pairs of each rank for each
     assert second == first
+
+
+def one_token_is_not_finite(limit: int) -> torch.Tensor:
+    """Send the same tokens, of which the first is infinite; return what came back."""
+    grid = grid_of(Shape(z=2, expert=2))
+    site = ff.models.build(mixture(), grid, seed=5).layers[0].mlp.site(4)
+    dispatch = Dispatch(Routing(4, 2), site, limit)
+    a = torch.arange(32.0).view(4, 8).index_fill_(0, torch.tensor([0]), float("inf"))
+    arrived = site.engine.alone(dispatch.turns(a, torch.full((4, 2), 0.5), torch.tensor(CHOICES)))()
+    weighted = arrived.pairs.pick(arrived.a) * arrived.pairs.sort(arrived.p)
+    return dispatch.combine(dispatch.returning(arrived.pairs.combine(weighted)).wait()) - a
+
+
+@pytest.mark.parametrize("limit", [0, 4], ids=["counted", "padded"])
+def test_what_is_not_finite_stays_in_its_token(ranks, limit: int) -> None:
+    for found in ranks(2).run(one_token_is_not_finite, limit):
+        assert found[0].isnan().all()
+        assert not found[1:].any()
+
+
+def test_ranks_without_experts_and_without_tokens_have_no_pairs() -> None:
+    no_expert, scores = Pairs(torch.zeros(3, 2, dtype=torch.long), 0).keep(0), torch.ones(3, 2, requires_grad=True)
+    no_expert.sort(scores).sum().backward()
+    assert scores.grad is not None and not scores.grad.any()
+    assert no_expert.combine(no_expert.pick(torch.ones(3, 4))).equal(torch.zeros(3, 4))
+    no_token = Pairs(torch.zeros(0, 2, dtype=torch.long), 2)
+    assert no_token.pad(3).all()
+    sent = no_token.pick(torch.ones(0, 4))
+    assert sent.equal(torch.zeros(6, 4))
+    assert no_token.combine(sent).shape == (0, 4)
+
+
+def test_a_single_row_of_odd_width_is_unpacked() -> None:
+    a, p, ids = torch.ones(1, 5, dtype=torch.bfloat16), torch.tensor([[0.7, 0.3]]), torch.tensor([[3, 1]])
+    found, scores, bits = _unpacked(PackRows.apply(a, p, ids), 5, torch.float32)
+    assert (found.tolist(), scores.tolist()) == (a.tolist(), p.tolist())
+    assert bits.view(torch.int32).tolist() == [[4, 2]]
 
 
 def sent_in_a_step(shape: Shape) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import fourfold as ff
 import plain
 from fourfold.checkpoint.training_state import training_shards
 from fourfold.context.assign import Assignment, Segment, assign_documents, assign_rows
+from fourfold.layout import chunk
 from fourfold.models.generate import generate
 from fourfold.nn.layer import specs_of
 from fourfold.nn.lora import LoraConfig
@@ -320,6 +322,38 @@ def all_segments(assignment: Assignment) -> list[tuple[int, int, Segment]]:
         for member, held in enumerate(assignment.members)
         for number, segment in enumerate(held)
     ]
+
+
+# --- equal use
+
+
+EQUAL_USE = [
+    (routing, ranks)
+    for routing in (
+        Routing(5, 2),
+        Routing(6, 2, groups=3, top_groups=2),
+        Routing(8, 3, groups=2),
+        Routing(9, 3, groups=3),
+    )
+    for ranks in (2, 3, 4)
+]
+
+
+@pytest.mark.parametrize("case", EQUAL_USE, ids=str)
+def test_as_many_tokens_choose_a_ranks_experts_as_all_equally_likely_choices_say(case: tuple[Routing, int]) -> None:
+    """Also where a rank has parts of several groups, or no experts."""
+    routing, ranks = case
+    size, tokens = routing.experts // routing.groups, 5040
+    choices = [
+        set(chosen)
+        for groups in combinations(range(routing.groups), routing.top_groups)
+        for chosen in combinations([e for e in range(routing.experts) if e // size in groups], routing.chosen)
+    ]
+    for rank in range(ranks):
+        share = chunk(routing.experts, ranks, rank)
+        rows, pairs = routing.balanced(tokens, share)
+        assert rows == round(tokens * sum(not chosen.isdisjoint(share) for chosen in choices) / len(choices))
+        assert pairs == tokens * routing.chosen * len(share) // routing.experts
 
 
 # --- other ways through a model

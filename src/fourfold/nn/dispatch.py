@@ -81,7 +81,7 @@ class Pairs:
 
     def keep(self, most: int) -> Pairs:
         """Keep `most` pairs: all that go somewhere, and perhaps further ones, which count with 0."""
-        self._leave_out(self._total.clamp(max=most))
+        self._point(self.back, self.back < self._total.clamp(max=most), most)
         self.order = self.order[:most]
         self.ends[-1:] = most
         return self
@@ -90,10 +90,11 @@ class Pairs:
         """Make the pairs of each destination `room` many by empty ones, which count with 0; return which are."""
         counts, ends, places = self.counts[:, None], self.ends, torch.arange(room, device=self.order.device)
         begin = ends[:, None] - counts
-        goes = self._leave_out(self._total)
         destination = torch.searchsorted(ends, self.back, right=True).clamp(max=self.number - 1)
-        self.back = (self.back - begin[destination, 0] + destination * room).masked_fill(~goes, 0)
-        self.order = self.order[(begin + places).clamp(max=len(self.order) - 1).flatten()]
+        place = self.back - begin[destination, 0] + destination * room
+        self._point(place, self.back < self._total, self.number * room)
+        order = self.order if len(self.order) else self.order.new_zeros(1)  # a rank without tokens sends empty rows
+        self.order = order[(begin + places).clamp(max=len(order) - 1).flatten()]
         self.ends = room * torch.arange(1, self.number + 1, dtype=torch.int32, device=ends.device)
         return (places >= counts).flatten()
 
@@ -102,15 +103,18 @@ class Pairs:
         """How many pairs go somewhere; 0 if there is no destination."""
         return self.ends[-1:].sum()
 
-    def _leave_out(self, end: Tensor) -> Tensor:
-        """Let the pairs from this one on count with 0."""
-        self.goes = self.back < end
-        self.back = self.back.masked_fill(~self.goes, 0)
-        return self.goes
+    def _point(self, back: Tensor, goes: Tensor, pairs: int) -> None:
+        """Note which of `pairs` pairs each choice is, and which choices go somewhere.
+
+        The others are read as the first pair of their token (of a token without pairs, as the last of all) and count
+        with 0, so that what is not finite stays in its token.
+        """
+        choices, self.goes = back.masked_fill(~goes, pairs - 1).view(-1, self.chosen), goes
+        self.back = torch.where(goes.view_as(choices), choices, choices.amin(1, keepdim=True)).flatten()
 
     def pick(self, a: Tensor) -> Tensor:
         """Return the rows of the pairs, [m, w] -> [P, w]."""
-        return a.index_select(0, self.tokens)
+        return a.index_select(0, self.tokens) if len(a) else a.new_zeros(len(self.order), a.shape[1])
 
     def combine(self, of_pairs: Tensor) -> Tensor:
         """Return the sum over each token's pairs in the order of its choices, [P, w] -> [m, w] (E19)."""
@@ -129,6 +133,8 @@ class Pairs:
         return values[self.order][:, None]
 
     def _by_token(self, gradient: Tensor) -> Tensor:
+        if not gradient.shape[0]:
+            return gradient.new_zeros(len(self.back) // self.chosen, self.chosen)
         found = gradient.flatten()[self.back]
         return (found if self.goes is None else found * self.goes).view(-1, self.chosen)
 
@@ -177,8 +183,10 @@ class UnpackRows(torch.autograd.Function):
 
 def _unpacked(packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows, p and the bits of ids of packed rows."""
-    a, p, bits = packed.tensor_split([width, (width + packed.shape[1]) // 2], dim=1)
-    return a, p.contiguous().view(dtype), bits.contiguous().view(dtype)
+    a, *both = packed.tensor_split([width, (width + packed.shape[1]) // 2], dim=1)
+    # copied in any case: a part of a single row counts as contiguous, and may begin at an odd place
+    p, bits = (each.clone(memory_format=torch.contiguous_format).view(dtype) for each in both)
+    return a, p, bits
 
 
 class ArrivedTokens(NamedTuple):

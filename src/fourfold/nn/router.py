@@ -21,6 +21,7 @@ the grid. c, and whatever else is counted, are whole numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -86,24 +87,13 @@ class Routing:
     def balanced(self, tokens: int, share: range) -> tuple[int, int]:
         """Return how many tokens choose some of these experts, and the pairs of both, if all experts are used equally.
 
-        Of G groups G' are chosen, and K of the experts in them; all choices are equally likely. A share holds o experts
-        of each of q groups, so that none of it is chosen with the probability
-
-            sum_s C(q, s) C(G - q, G' - s) / C(G, G') C(G' g - s o, K) / C(G' g, K),   with g = E / G experts in a group
+        All choices are equally likely: those of G' of the G groups, and those of K experts in them.
         """
-        pairs, size = tokens * self.chosen, self.experts // self.groups
+        pairs = tokens * self.chosen
         extra = pairs % self.experts
         own = len(share) * (pairs // self.experts) + max(0, min(share.stop, extra) - share.start)
-        held, groups = min(len(share), size), max(1, len(share) // size)
-        open_to, ways = self.top_groups * size, comb(self.groups, self.top_groups)
-        missed = sum(
-            comb(groups, met)
-            * comb(self.groups - groups, self.top_groups - met)
-            * comb(open_to - met * held, self.chosen)
-            for met in range(min(groups, self.top_groups) + 1)
-        ) / (ways * comb(open_to, self.chosen))
         least = -(-own // max(1, min(self.chosen, len(share))))
-        return min(max(round(tokens * (1 - missed)), least), own, tokens), own
+        return min(max(round(tokens * _chance(self, share)), least), own, tokens), own
 
     def most(self, tokens: int, experts: int, limit: int) -> tuple[int, int]:
         """Return how many tokens can choose some of these experts, which take `limit` pairs each, and the pairs."""
@@ -127,6 +117,28 @@ class Routing:
         best = _largest(by_group.topk(2, dim=-1).values.sum(dim=-1), self.top_groups)
         outside = torch.ones_like(by_group[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
         return by_group.masked_fill(outside[:, :, None], float("-inf")).flatten(1)
+
+
+@lru_cache(maxsize=1024)
+def _chance(routing: Routing, share: range) -> float:
+    """Return the probability that a token chooses some of these experts, if all choices are equally likely.
+
+    With o_g experts of the share in the group g, none is chosen with the probability
+
+        sum_M C(G' E/G - sum_(g in M) o_g, K) / (C(G, G') C(G' E/G, K)),   M every choice of G' of the G groups
+    """
+    size, chosen = routing.experts // routing.groups, routing.top_groups
+    ways = Counter({(0, 0): 1})  # by how many groups are chosen, and by how many experts of the share these have
+    for group in range(routing.groups):
+        here = len(range(max(share.start, group * size), min(share.stop, (group + 1) * size)))
+        for (groups, held), many in list(ways.items()):
+            if groups < chosen:
+                ways[groups + 1, held + here] += many
+    open_to = chosen * size
+    missed = sum(
+        many * comb(open_to - held, routing.chosen) for (groups, held), many in ways.items() if groups == chosen
+    )
+    return 1 - missed / (comb(routing.groups, chosen) * comb(open_to, routing.chosen))
 
 
 def _largest(values: Tensor, number: int) -> Tensor:

@@ -105,7 +105,7 @@ class StepInFlight:
     load: Tensor | None
     """How many tokens each expert of each block has had, in the host's memory once the device has finished the step."""
     companions: Tensor | None
-    """How many tokens have gone from each expert of a block to each of the next, likewise; None for most steps."""
+    """How many tokens of each block have chosen both of two experts, likewise; None for most steps."""
     metrics: Callable[[], StepMetrics]
     """Returns the metrics of the step once the device has finished it."""
 
