@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import fourfold as ff
@@ -74,7 +75,10 @@ STEPS: list[Step] = [
     ("qwen3-moe", Shape(x=2, data=2), {}, 2, 11),  # a place has 11 tokens
     ("mixtral", Shape(z=2, data=2), dict(keep_weights=True), 8, 12),
     ("qwen3-moe", Shape(x=2, z=2), {}, 8, 12),
-    ("mixtral", Shape(x=2, z=2, expert=2), {}, 8, 12),  # tokens stay where they are all the same
+    ("mixtral", Shape(x=2, z=2, expert=2), {}, 8, 12),
+    ("qwen3-moe", Shape(x=2, data=2, expert=2, ex=2), {}, 2, 11),
+    ("mixtral", Shape(y=2, z=2, ez=2), {}, 8, 12),  # tokens stay
+    ("qwen3-moe", Shape(x=2, z=2, expert=2, ez=2), dict(activations="replicated"), 8, 12),
 ]
 ALONG_ONE_AXIS = [
     pytest.param((name, Shape(**{axis: 2}), {}, 8, 12), marks=pytest.mark.slow)
@@ -90,14 +94,51 @@ def test_experts_on_a_grid_equal_the_plain_model(ranks, step: Step) -> None:
     loss, gradients = alone(name, rows, seq)
     scale = max(float(gradient.abs().max()) for gradient in gradients.values())
     whole = sum(gradient.numel() for name, gradient in gradients.items() if name.startswith("model.layers.1.mlp.exp"))
+    parts = shape.expert * shape.ex * shape.ez if shape.folded else shape.x * shape.z
     for found in pool.results(150):
         assert found["adapter"] == "ExpertsAdapter"
-        assert found["held"] == whole // (shape.x * shape.y * shape.z)
+        assert found["held"] == whole // (shape.y * parts)
         assert abs(found["loss"] - loss) < 1e-10 * abs(loss)
         assert found["gradients"].keys() == gradients.keys()
         worst = {name: float((found["gradients"][name] - gradients[name]).abs().max()) for name in gradients}
         assert max(worst.values()) < 1e-10 * scale, max(worst, key=worst.__getitem__)
         assert found["changed"] == []
+
+
+def steps(shape: Shape | None) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Take three clipped steps of torch's optimizer, on a grid or not; return losses, norms and all parameters."""
+    model = build("qwen3-moe")
+    ids, targets = batch()
+    if shape is not None:
+        grid = grid_of(shape)
+        ff.parallelize(model, grid)
+        ids, targets = (ff.local_rows(whole, grid) for whole in (ids, targets))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, norms = [], []
+    for _ in range(3):
+        with Widened():
+            loss = model(input_ids=ids, labels=targets).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    whole = dict(model.named_parameters()) if shape is None else whole_tensors(model, "state")
+    return losses, norms, {name: value.detach() for name, value in whole.items()}
+
+
+@pytest.mark.parametrize(
+    "shape", others_slow([Shape(x=2, z=2, expert=2, ez=2), Shape(y=2, data=2, expert=2)], 1), ids=str
+)
+def test_clipped_steps_on_a_fold_are_those_of_the_plain_model(ranks, shape: Shape) -> None:
+    pool = ranks(4)
+    pool.start(steps, shape)
+    losses, norms, parameters = steps(None)
+    for found in pool.results(150):
+        assert found[0] == pytest.approx(losses, rel=1e-10)
+        assert found[1] == pytest.approx(norms, rel=1e-10)
+        assert max(float((found[2][name] - value).abs().max()) for name, value in parameters.items()) < 1e-10
 
 
 def test_weights_of_experts_do_not_travel_over_x(ranks) -> None:

@@ -9,8 +9,11 @@ features of the stream and n hidden units of an expert:
     inner     h = silu(gate) * up * p
     contract  o_e = h_e w_e^T, [P, k/y] {sum x} -> out[t] = sum_j o[t, j] in the order of j   E19 -> leave
 
+On a folded grid x is ex, z is ez, and tokens travel to the ranks of their experts and back instead (`dispatch`).
+
 Choices and p are whole on every rank of a place, as all plain tensors of model code are. Each rank finds the part of
-p's gradient that belongs to its hidden units, so backward sums it over the axes that cut these.
+p's gradient that belongs to its hidden units, or on a fold to the tokens that it sends, so backward sums it over the
+axes that cut these.
 """
 
 from __future__ import annotations
@@ -25,10 +28,18 @@ from torch import Tensor, nn
 from fourfold import kernels
 from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Spec
-from fourfold.nn.dispatch import Pairs
+from fourfold.nn.dispatch import Dispatch, Pairs, all_rows, own_rows, rows_here
 from fourfold.nn.layer import Layer
-from fourfold.nn.moe import CONTRACTS, EXPANDS, multiply_experts
-from fourfold.operators import OpContext, collect, enter, leave, spread
+from fourfold.nn.moe import (
+    CONTRACTS,
+    CONTRACTS_ON_FOLD,
+    EXPANDS,
+    EXPANDS_ON_FOLD,
+    PRODUCT_ON_FOLD,
+    multiply_experts,
+)
+from fourfold.nn.router import Routing
+from fourfold.operators import Body, OpContext, collect, enter, leave, spread
 from fourfold.policy import Policy
 from fourfold.wrap.adapters import LayerAdapter, LayerParameter, PlainSlice
 from fourfold.wrap.detect import ExpertsForm
@@ -41,30 +52,49 @@ class Experts(Layer):
 
     def __init__(self, grid: Grid, policy: Policy, form: ExpertsForm) -> None:
         super().__init__(grid, policy)
-        self.form = form
+        self.form, self.folded = form, grid.shape.folded
+        expands, contracts = (EXPANDS_ON_FOLD, CONTRACTS_ON_FOLD) if self.folded else (EXPANDS, CONTRACTS)
+        product = PRODUCT_ON_FOLD if self.folded else PRODUCT
         for name in ("gate", "up"):
-            self.declare(name, Spec((form.experts, form.hidden, form.features), EXPANDS, PRODUCT))
-        self.declare("down", Spec((form.experts, form.features, form.hidden), CONTRACTS, PRODUCT))
+            self.declare(name, Spec((form.experts, form.hidden, form.features), expands, product))
+        self.declare("down", Spec((form.experts, form.features, form.hidden), contracts, product))
 
     def forward(self, a: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute the experts `ids` [m, K] of m tokens, which count `weights` [m, K], from rest to rest."""
         site = self.site(len(ids))
-        pairs = Pairs(ids, self.form.experts)
+        scores = self._own_part(weights, site)
         # each wait is at once: the product behind it needs the whole, and there is no other half to compute
+        if self.folded:
+            return self._of_fold(a, ids, scores, site)
         entering = enter(a, site)
-        whole = entering.wait()
-        width = self.form.hidden // site.x
         again = (a, site.gather_tokens) if self._rereads(site, travels=entering.travels) else None
-        out = multiply_experts(self, ("gate", "up"), whole, pairs, "input", again)
+        return leave(self._multiply(entering.wait(), scores, Pairs(ids, self.form.experts), site, again), site).wait()
+
+    def _of_fold(self, a: Tensor, ids: Tensor, scores: Tensor, site: OpContext) -> Tensor:
+        """Send tokens to their experts and back; those that only fill up a rank stay."""
+        experts, chosen = self.form.experts, ids.shape[1]
+        dispatch = Dispatch(Routing(experts, chosen), site)
+        ids = rows_here(site, ids, 0 if dispatch.stays else experts)
+        sending = dispatch.turns(own_rows(site, a), rows_here(site, scores, 0), ids)
+        arrived = self.engine.alone(sending)()
+        out = self._multiply(arrived.a, arrived.p, arrived.pairs, site)
+        return all_rows(site, dispatch.combine(dispatch.returning(out).wait()))
+
+    def _multiply(
+        self, a: Tensor, scores: Tensor, pairs: Pairs, site: OpContext, again: tuple[Tensor, Body] | None = None
+    ) -> Tensor:
+        """Return the sums over the experts of each token, from tokens [m, k/y] and their scores [m, K]."""
+        width = self.form.hidden // self.grid.size("ex" if self.folded else "x")
+        out = multiply_experts(self, ("gate", "up"), a, pairs, "input", again)
         hidden = kernels.region(kernels.swiglu, a, compiled=self.policy.compile)(
             spread(out, site, [width, width]).wait()
         )
-        hidden = hidden * pairs.sort(self._own_part(weights, site)).to(hidden.dtype)
+        hidden = hidden * pairs.sort(scores).to(hidden.dtype)
         collecting = collect(hidden, site, width)
         joined = collecting.wait()
         features = partial(site.gather_features, widths=[width])
         again = (hidden, features) if self._rereads(site, travels=collecting.travels) else None
-        return leave(multiply_experts(self, ("down",), joined, pairs, "output", again), site).wait()
+        return multiply_experts(self, ("down",), joined, pairs, "output", again)
 
     def _rereads(self, site: OpContext, *, travels: bool) -> bool:
         """Return whether backward gathers an input again, of which it keeps the part that this rank holds at rest."""
@@ -110,6 +140,9 @@ class ExpertsAdapter(LayerAdapter[Experts]):
 
     def describe(self) -> tuple[str, str]:
         experts = self.layer.form.experts
+        if self.layer.folded:
+            layout = f"{experts} experts over expert: gate, up w[n/ex, k/y]/ez: rest -> inner; down w[k/y, n/ex]/ez"
+            return layout, "dispatch over expert and ex, w over ez, spread and collect over y, tokens back"
         layout = f"{experts} experts: gate, up w[n/x, k/y]/z: rest -> inner; down w[k/y, n/x]/z: inner -> rest"
         return layout, "enter over x, w over z, spread and collect over y, leave over x"
 
