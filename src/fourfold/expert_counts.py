@@ -32,6 +32,8 @@ HEAD = struct.Struct("<8sII")
 RECORD = struct.Struct("<II")
 COUNT = "I" if array("I").itemsize == 4 else "L"
 """The type code of a count in Python's arrays: 4 bytes without a sign."""
+LARGEST = 2**32 - 1
+"""The largest count that a record can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,10 @@ class CountsFile:
         self._companions = StepsFile(folder / COMPANIONS, COMPANIONS_MAGIC, blocks, experts, after=after)
 
     def write(self, counts: StepCounts, companions: Iterable[int] | None = None) -> None:
-        """Append the counts of a step, and the companions since the last record of them, block by block."""
+        """Append the counts of a step, and the companions since the last record of them, block by block.
+
+        None is above `LARGEST`.
+        """
         self._counts.append(counts.step, (count for block in counts.by_block for count in block))
         if companions is not None:
             self._companions.append(counts.step, companions)
@@ -148,7 +153,12 @@ def _read(
         for record in records[(len(records) - 1) % every :: every]:
             file.seek(record.begin)
             flat = array(COUNT)
-            flat.frombytes(zlib.decompress(file.read(record.end - record.begin)))
+            try:
+                flat.frombytes(zlib.decompress(file.read(record.end - record.begin)))
+            except (zlib.error, ValueError) as error:
+                raise ValueError(
+                    f"{path}: the record of step {record.step} is damaged ({error}); copy it again, or move it away"
+                ) from error
             if sys.byteorder == "big":
                 flat.byteswap()
             yield record.step, flat, blocks, experts

@@ -21,7 +21,7 @@ from fourfold.nn.router import Routing
 from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from fourfold.shape import Shape
-from harness import grid_of, join_shards
+from harness import RankFailed, grid_of, join_shards
 from mixtures import batch, expected, mixture, packed, packed_errors, packed_step, step_on
 from parity import Case, Options, errors, on_one_process, on_ranks
 from share import others_slow
@@ -498,6 +498,21 @@ def test_a_muted_step_runs_to_its_end(ranks, shape: Shape) -> None:
 def test_folds_that_do_not_divide_are_refused(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Shape(**sizes)
+
+
+def rows_of_unequal_places(pad_experts: bool) -> float:
+    grid = grid_of(Shape(z=2, expert=2))
+    policy = Policy(pad_experts=pad_experts)
+    model = ff.models.build(mixture(layers=1, capacity=1.0), grid, policy=policy, dtype=torch.float64, seed=5)
+    tokens = torch.zeros(1 + grid.coords["z"], 8, dtype=torch.long)
+    return model(tokens, tokens).item()
+
+
+def test_padded_rows_of_unequal_places_are_refused(ranks) -> None:
+    first, second = ranks(2).run(rows_of_unequal_places, False)
+    assert first == second
+    with pytest.raises(RankFailed, match=r"rows of a place, here \(1, 8\), and those of another place differ"):
+        ranks(2).run(rows_of_unequal_places, True)
 
 
 def folded_without_experts() -> None:

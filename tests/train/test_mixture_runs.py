@@ -5,14 +5,25 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from curves import Case, alone, check, config_of, write_texts
-from fourfold.expert_counts import COUNTS, CountsFile, StepCounts, read_counts
+from fourfold.expert_counts import (
+    COMPANIONS,
+    COUNTS,
+    LARGEST,
+    CountsFile,
+    StepCounts,
+    read_companions,
+    read_counts,
+)
 from fourfold.grid import Shape
+from fourfold.models.transformer import Transformer
 from fourfold.report.run_data import read_run
 from fourfold.report.run_page import figures
+from fourfold.train.config import TrainConfig
 from fourfold.train.guard import COLLAPSED_STEPS, RouterJudge
 from runs import column, lines_of, trained
 from share import others_slow
@@ -60,6 +71,20 @@ def test_a_run_goes_on_on_another_grid_with_its_counts(ranks: Any, folder: Path,
     assert figures(found).keys() >= {"balance", "experts"}
 
 
+def many_companions(config: TrainConfig, folder: Path) -> None:
+    """Train with more companions than 4 bytes can count."""
+    count = Transformer.companions
+    with mock.patch.object(Transformer, "companions", lambda model: count(model) << 32):
+        trained(config, folder)
+
+
+def test_companions_of_many_steps_are_counted_up_to_four_bytes(ranks: Any, folder: Path, tmp_path: Path) -> None:
+    config = config_of("moe-tiny", "fp64", 2, folder, Shape(), {"train.evaluate_every": 0})
+    ranks(1).run(many_companions, config, tmp_path / "run")
+    (found,) = read_companions(tmp_path / "run", 9)
+    assert set(found.by_block) == {0, LARGEST}
+
+
 # --- the file
 
 
@@ -95,6 +120,20 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / COUNTS).write_text("loss 1.0 and more than a head")
     with pytest.raises(ValueError, match="has no records of experts: it begins with"):
         list(read_counts(tmp_path))
+
+
+def test_damaged_records_are_named(tmp_path: Path) -> None:
+    file = CountsFile(tmp_path, 2, 3)
+    for step in (1, 2):
+        file.write(counts_of(step, [1, 2, 3], [4, 5, 6]), range(18))
+    file.close()
+    for name, read in ((COUNTS, read_counts), (COMPANIONS, partial(read_companions, last=9))):
+        path = tmp_path / name
+        content = bytearray(path.read_bytes())
+        content[-2] ^= 255
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}: the record of step 2 is damaged"):
+            list(read(tmp_path))
 
 
 def test_loads_are_multiples_of_the_mean() -> None:

@@ -88,6 +88,14 @@ class RowChecks:
                 "are not; give all places the same number of rows, or build with "
                 "Policy(overlap=ff.Overlap(halves=1))"
             )
+        padded = policy.pad_experts and self.cutter.drops and grid.shape.folded
+        if padded and not equal_along(key_of(tuple(tokens.shape)), grid, AXES):  # all ranks raise, or none
+            raise ValueError(
+                fault
+                or f"pad_experts=True sends as many rows to experts as follow from the rows of a place, here "
+                f"{tuple(tokens.shape)}, and those of another place differ; give all places equal shapes, or use "
+                "pad_experts=False (policy.pad_experts of a run)"
+            )
         return fault
 
     def _shape_fault(

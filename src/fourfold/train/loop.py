@@ -47,7 +47,7 @@ from fourfold.errors import (
     NotSavedError,
     RollBackError,
 )
-from fourfold.expert_counts import CountsFile, StepCounts
+from fourfold.expert_counts import LARGEST, CountsFile, StepCounts
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
 from fourfold.nn.loss import count_targets
@@ -574,8 +574,10 @@ class Run:
         loads = counts.loads.values()
         event["expert_load"] = {"worst": max(loads), "mean": fmean(loads), "unused": counts.unused}
         if self._counts is not None:
+            # the companions of many steps may be more than a record can say
+            companions = None if done.companions is None else done.companions.clamp(max=LARGEST).flatten().tolist()
             try:
-                self._counts.write(counts, None if done.companions is None else done.companions.flatten().tolist())
+                self._counts.write(counts, companions)
             except OSError as error:
                 warn(f"the counts of experts are no longer recorded: {error.strerror}; the run continues")
                 self._close_counts()
