@@ -346,6 +346,8 @@ def _column(targets: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
 
 def grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a_e b_e for every expert e: a [P, k] by expert, b [E, k, n], ends [E] -> [P, n]."""
+    if not len(a):  # a rank may have no pairs
+        return a.new_zeros(0, b.shape[2])
     if _has_grouped(a):
         return functional.grouped_mm(a, b, offs=ends)
     counts = _counts(a, ends)
@@ -357,6 +359,8 @@ def grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_weights(dout: Tensor, a: Tensor, ends: Tensor) -> Tensor:
     """Return dout_e^T a_e for every expert e: dout [P, n] and a [P, k] by expert, ends [E] -> [E, n, k]."""
+    if not len(a):
+        return a.new_zeros(len(ends), dout.shape[1], a.shape[1])
     if _has_grouped(a):
         return functional.grouped_mm(dout.t(), a, offs=ends)
     counts = _counts(a, ends)
