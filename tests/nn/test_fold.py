@@ -360,7 +360,8 @@ def test_ranks_without_experts_and_without_tokens_have_no_pairs() -> None:
 
 def test_a_single_row_of_odd_width_is_unpacked() -> None:
     a, p, ids = torch.ones(1, 5, dtype=torch.bfloat16), torch.tensor([[0.7, 0.3]]), torch.tensor([[3, 1]])
-    found, scores, bits = _unpacked(PackRows.apply(a, p, ids), 5, torch.float32)
+    row = Pairs(torch.zeros(1, 1, dtype=torch.long), 1)
+    found, scores, bits = _unpacked(PackRows.apply(a, p, ids, row, None), 5, torch.float32)
     assert (found.tolist(), scores.tolist()) == (a.tolist(), p.tolist())
     assert bits.view(torch.int32).tolist() == [[4, 2]]
 

@@ -28,6 +28,7 @@ from fourfold.planner.space import Space
 from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
 from fourfold.shape import shapes_of
+from share import others_slow
 
 CONFIG = ff.models.config("mixtral-8x7b", layers=4)
 MACHINE = load_machine("dgx-h100")
@@ -137,8 +138,8 @@ def test_wide_experts_that_no_ranks_can_share_are_cut_over_ex() -> None:
     assert found.simulated > other.simulated and found.candidates > other.candidates
 
 
-@pytest.mark.parametrize("experts", [2, 4, 8])
-@pytest.mark.parametrize("axes", [("x", "y", "z", "data"), AXES], ids=["plain", "pipe"])
+@pytest.mark.parametrize("experts", others_slow([4, 2, 8], 3))
+@pytest.mark.parametrize("axes", others_slow([("x", "y", "z", "data"), AXES], 2), ids=["plain", "pipe"])
 def test_ex_never_makes_the_choice_slower(experts: int, axes: tuple[str, ...]) -> None:
     task = replace(few_wide(experts), machine=replace(MACHINE, devices_per_node=4), rows=16)
     space = Space(axes=axes)
