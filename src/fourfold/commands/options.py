@@ -913,7 +913,7 @@ def show_experts_options(command: argparse.ArgumentParser) -> None:
 @command("experts place", "renumber experts, so that ranks have equal loads", "experts:place_experts")
 def place_experts_options(command: argparse.ArgumentParser) -> None:
     """Number the experts of each block anew, so that all ranks have equally much to
-    compute and tokens find their next expert in the same node, and write a run's folder
+    compute and tokens find their experts on few of them, and write a run's folder
     with a renumbered copy of the newest checkpoint. The model is the same function, and
     training goes on from there on any grid as it would have.
 
