@@ -223,7 +223,57 @@ class Leaving(NamedTuple):
         return out if self.shared is None else out + self.shared.wait()
 
 
-class MoE(Layer):
+class GatedExperts(Layer):
+    """The weights of gated experts and their products, without a router."""
+
+    width: int
+    """The hidden units of an expert on this rank, before they are cut over y."""
+
+    def __init__(self, grid: Grid, policy: Policy) -> None:
+        super().__init__(grid, policy)
+        self.folded = grid.shape.folded
+        """Whether tokens are sent to their experts."""
+        self.across = "ex" if self.folded else "x"
+        """The axis that cuts hidden units."""
+
+    def declare_experts(self, experts: int, features: int, hidden: int, init: Init, out_init: Init) -> None:
+        """Declare the weights gate, up and down."""
+        self.width = hidden // self.grid.size(self.across)
+        expands, contracts = (EXPANDS_ON_FOLD, CONTRACTS_ON_FOLD) if self.folded else (EXPANDS, CONTRACTS)
+        product = PRODUCT_ON_FOLD if self.folded else PRODUCT
+        for name in ("gate", "up"):
+            self.declare(name, Spec((experts, hidden, features), expands, product, init))
+        self.declare("down", Spec((experts, features, hidden), contracts, product, out_init))
+
+    def compute_experts(
+        self, a: Tensor, scores: Tensor, pairs: Pairs, site: OpContext, again: tuple[Tensor, Body] | None = None
+    ) -> Turns[Tensor]:
+        """Return the sums over the experts of each token, from tokens [m, k/y] and their scores [m, K].
+
+        `again` says from what and how backward gathers the tokens again.
+        """
+        out = multiply_experts(self, ("gate", "up"), a, pairs, "input", again)
+        hidden, again = yield from self._hidden(out, pairs.sort(scores), site)
+        return multiply_experts(self, ("down",), hidden, pairs, "output", again)
+
+    def rereads(self, site: OpContext, *, travels: bool) -> bool:
+        """Return whether backward gathers an input again, of which it keeps the part that this rank holds at rest."""
+        return travels and site.sharded and not self.policy.keep_gathered
+
+    def _hidden(self, out: Tensor, p: Tensor, site: OpContext) -> Turns[tuple[Tensor, tuple[Tensor, Body] | None]]:
+        """Return h = silu(gate) up p of each pair, whole over y, and how backward makes it whole again."""
+        spreading = spread(out, site, [self.width, self.width])
+        yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
+        hidden = kernels.region(kernels.swiglu, out, compiled=self.policy.compile)(spreading.wait())
+        hidden = hidden * p.to(hidden.dtype)
+        collecting = collect(hidden, site, self.width)
+        if collecting.travels:
+            yield
+        again = (hidden, partial(site.gather_features, widths=[self.width]))
+        return collecting.wait(), again if self.rereads(site, travels=collecting.travels) else None
+
+
+class MoE(GatedExperts):
     """A mixture of gated experts, and optionally an MLP beside them that all tokens go through.
 
     Pairs beyond the capacity of an expert are dropped only if it is told which tokens make a sequence, and the router's
@@ -245,27 +295,16 @@ class MoE(Layer):
         """`hidden` are the hidden units of an expert, `shared_hidden` those of the MLP beside; 0 for none."""
         super().__init__(grid, policy)
         self.features, self.hidden, self.routing = features, hidden, routing
-        self.folded = folded = grid.shape.folded
-        """Whether tokens are sent to their experts."""
-        if folded and policy.pad_experts and not routing.capacity:
+        if self.folded and policy.pad_experts and not routing.capacity:
             raise ValueError(
                 "pad_experts=True (policy.pad_experts of a run) sends as many rows as the capacity of experts allows, "
                 "and capacity=0 has no limit; give the model a capacity, or use pad_experts=False"
             )
-        across = "ex" if folded else "x"
         require_divisible(self, "features", features, ("y",))
-        require_divisible(self, "hidden", hidden, (across, "y") if policy.activations == "sharded" else (across,))
-        self.width = hidden // grid.size(across)
-        """The hidden units of an expert on this rank, before they are cut over y."""
+        cuts = (self.across, "y") if policy.activations == "sharded" else (self.across,)
+        require_divisible(self, "hidden", hidden, cuts)
         self.router = Router(grid, policy, features, routing, init=init)
-        expands, contracts = (EXPANDS_ON_FOLD, CONTRACTS_ON_FOLD) if folded else (EXPANDS, CONTRACTS)
-        product = PRODUCT_ON_FOLD if folded else PRODUCT
-        for name, spec in (
-            ("gate", Spec((routing.experts, hidden, features), expands, product, init)),
-            ("up", Spec((routing.experts, hidden, features), expands, product, init)),
-            ("down", Spec((routing.experts, features, hidden), contracts, product, out_init)),
-        ):
-            self.declare(name, spec)
+        self.declare_experts(routing.experts, features, hidden, init, out_init)
         self.shared = None
         if shared_hidden:
             both: Any = dict(kind="swiglu", bias=False, init=init, out_init=out_init)
@@ -349,9 +388,8 @@ class MoE(Layer):
         taken = yield from self._count(ids, site, routed.sequences, routed.term)
         scores = scores if taken is None else scores * taken
         pairs = Pairs(ids, self.routing.experts)
-        rereads = entering.travels and site.sharded and not self.policy.keep_gathered
-        again = (routed.a, site.gather_tokens) if rereads else None
-        out = yield from self._experts(whole, scores, pairs, site, again)
+        again = (routed.a, site.gather_tokens) if self.rereads(site, travels=entering.travels) else None
+        out = yield from self.compute_experts(whole, scores, pairs, site, again)
         return out if self.shared is None else out + (yield from self.shared.turns(a, tokens))
 
     def _of_fold(self, a: Tensor, tokens: int, sent: Sent) -> Turns[Returning]:
@@ -359,16 +397,8 @@ class MoE(Layer):
         shared = None if self.shared is None else (yield from self.shared.turns(a, tokens))
         yield
         arrived = sent.land()
-        out = yield from self._experts(arrived.a, arrived.p, arrived.pairs, sent.dispatch.site)
+        out = yield from self.compute_experts(arrived.a, arrived.p, arrived.pairs, sent.dispatch.site)
         return Returning(sent.dispatch, out, shared)
-
-    def _experts(
-        self, a: Tensor, scores: Tensor, pairs: Pairs, site: OpContext, again: tuple[Tensor, Body] | None = None
-    ) -> Turns[Tensor]:
-        """Return the sums over the experts of each token, from tokens [m, k/y] and their scores [m, K]."""
-        out = multiply_experts(self, ("gate", "up"), a, pairs, "input", again)
-        hidden, again = yield from self._hidden(out, pairs.sort(scores), site)
-        return multiply_experts(self, ("down",), hidden, pairs, "output", again)
 
     def _known(self, ids: Tensor) -> Tensor:
         """Return ids of experts that have arrived; nothing arrives on a muted grid, so there they become any."""
@@ -403,15 +433,3 @@ class MoE(Layer):
                 taken = within_capacity(self.routing, sequences, ids, before)
         self.router.count(ids, taken, None if sequences is None else sequences.real)
         return taken
-
-    def _hidden(self, out: Tensor, p: Tensor, site: OpContext) -> Turns[tuple[Tensor, tuple[Tensor, Body] | None]]:
-        """Return h = silu(gate) up p of each pair, whole over y, and how backward makes it whole again."""
-        spreading = spread(out, site, [self.width, self.width])
-        yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
-        hidden = kernels.region(kernels.swiglu, out, compiled=self.policy.compile)(spreading.wait())
-        hidden = hidden * p.to(hidden.dtype)
-        collecting = collect(hidden, site, self.width)
-        if collecting.travels:
-            yield
-        rereads = collecting.travels and site.sharded and not self.policy.keep_gathered
-        return collecting.wait(), (hidden, partial(site.gather_features, widths=[self.width])) if rereads else None

@@ -19,27 +19,17 @@ axes that cut these.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fourfold import kernels
 from fourfold.grid import Grid
-from fourfold.layout import PRODUCT, Spec
+from fourfold.layout import Init
 from fourfold.nn.dispatch import Dispatch, Pairs, all_rows, own_rows, rows_here
-from fourfold.nn.layer import Layer
-from fourfold.nn.moe import (
-    CONTRACTS,
-    CONTRACTS_ON_FOLD,
-    EXPANDS,
-    EXPANDS_ON_FOLD,
-    PRODUCT_ON_FOLD,
-    multiply_experts,
-)
+from fourfold.nn.moe import GatedExperts
 from fourfold.nn.router import Routing
-from fourfold.operators import Body, OpContext, collect, enter, leave, spread
+from fourfold.operators import OpContext, enter, leave
 from fourfold.policy import Policy
 from fourfold.wrap.adapters import LayerAdapter, LayerParameter, PlainSlice
 from fourfold.wrap.detect import ExpertsForm
@@ -47,17 +37,13 @@ from fourfold.wrap.grid_tensor import GridTensor, ModelContext, to_whole
 from fourfold.wrap.placements import RestPlacement, conjugate, to_rest
 
 
-class Experts(Layer):
-    """Gated experts without a router."""
+class Experts(GatedExperts):
+    """Gated experts that a module's own router chooses."""
 
     def __init__(self, grid: Grid, policy: Policy, form: ExpertsForm) -> None:
         super().__init__(grid, policy)
-        self.form, self.folded = form, grid.shape.folded
-        expands, contracts = (EXPANDS_ON_FOLD, CONTRACTS_ON_FOLD) if self.folded else (EXPANDS, CONTRACTS)
-        product = PRODUCT_ON_FOLD if self.folded else PRODUCT
-        for name in ("gate", "up"):
-            self.declare(name, Spec((form.experts, form.hidden, form.features), expands, product))
-        self.declare("down", Spec((form.experts, form.features, form.hidden), contracts, product))
+        self.form = form
+        self.declare_experts(form.experts, form.features, form.hidden, Init(), Init())
 
     def forward(self, a: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute the experts `ids` [m, K] of m tokens, which count `weights` [m, K], from rest to rest."""
@@ -66,39 +52,18 @@ class Experts(Layer):
         # each wait is at once: the product behind it needs the whole, and there is no other half to compute
         if self.folded:
             return self._of_fold(a, ids, scores, site)
-        entering = enter(a, site)
-        again = (a, site.gather_tokens) if self._rereads(site, travels=entering.travels) else None
-        return leave(self._multiply(entering.wait(), scores, Pairs(ids, self.form.experts), site, again), site).wait()
+        entering, pairs = enter(a, site), Pairs(ids, self.form.experts)
+        again = (a, site.gather_tokens) if self.rereads(site, travels=entering.travels) else None
+        return leave(self.engine.alone(self.compute_experts(entering.wait(), scores, pairs, site, again)), site).wait()
 
     def _of_fold(self, a: Tensor, ids: Tensor, scores: Tensor, site: OpContext) -> Tensor:
         """Send tokens to their experts and back; those that only fill up a rank stay."""
         experts, chosen = self.form.experts, ids.shape[1]
         dispatch = Dispatch(Routing(experts, chosen), site)
         ids = rows_here(site, ids, 0 if dispatch.stays else experts)
-        sending = dispatch.turns(own_rows(site, a), rows_here(site, scores, 0), ids)
-        arrived = self.engine.alone(sending)()
-        out = self._multiply(arrived.a, arrived.p, arrived.pairs, site)
+        arrived = self.engine.alone(dispatch.turns(own_rows(site, a), rows_here(site, scores, 0), ids))()
+        out = self.engine.alone(self.compute_experts(*arrived, site))
         return all_rows(site, dispatch.combine(dispatch.returning(out).wait()))
-
-    def _multiply(
-        self, a: Tensor, scores: Tensor, pairs: Pairs, site: OpContext, again: tuple[Tensor, Body] | None = None
-    ) -> Tensor:
-        """Return the sums over the experts of each token, from tokens [m, k/y] and their scores [m, K]."""
-        width = self.form.hidden // self.grid.size("ex" if self.folded else "x")
-        out = multiply_experts(self, ("gate", "up"), a, pairs, "input", again)
-        hidden = kernels.region(kernels.swiglu, a, compiled=self.policy.compile)(
-            spread(out, site, [width, width]).wait()
-        )
-        hidden = hidden * pairs.sort(scores).to(hidden.dtype)
-        collecting = collect(hidden, site, width)
-        joined = collecting.wait()
-        features = partial(site.gather_features, widths=[width])
-        again = (hidden, features) if self._rereads(site, travels=collecting.travels) else None
-        return multiply_experts(self, ("down",), joined, pairs, "output", again)
-
-    def _rereads(self, site: OpContext, *, travels: bool) -> bool:
-        """Return whether backward gathers an input again, of which it keeps the part that this rank holds at rest."""
-        return travels and site.sharded and not self.policy.keep_gathered
 
     def _own_part(self, weights: Tensor, site: OpContext) -> Tensor:
         """Return p, whose gradient is the sum of what the ranks of a place find for their hidden units."""
