@@ -165,7 +165,7 @@ def _read(
 
 
 class _CountsAt(NamedTuple):
-    """Where the compressed counts of a step are in the file."""
+    """The place of a step's compressed numbers in the file."""
 
     step: int
     begin: int

@@ -1,4 +1,4 @@
-"""Where the experts of a mixture go: a numbering of each block's experts that balances ranks and makes messages small.
+"""The placement of a mixture's experts: a numbering that balances the load of ranks and makes messages small.
 
 Rank r along expert holds the experts of its chunk of the numbers 0 to E-1, so a placement is a numbering: `order[b, i]`
 is the expert of block b that gets the number i. The model is the same function after it, with the rows of its weights
