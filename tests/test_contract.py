@@ -94,9 +94,10 @@ INSIDE = {
         "__init__", "format", "training_state", "load", "save", "renumber", "hf_weights", "dcp",
     ],
     "planner": [
-        "__init__", "goodput", "machine", "lengths", "sizes", "program", "step_parts", "context", "layers", "mixture",
-        "transformer", "step_program", "memory", "trace", "simulate", "price", "fit", "calibrate", "pipe", "estimate",
-        "robust", "grid_plan", "space", "folds", "fitting", "search", "explain", "correct",
+        "__init__", "goodput", "machine", "lengths", "parameters", "structure", "sizes", "size_names", "program",
+        "step_parts", "context", "layers", "mixture", "transformer", "step_program", "memory", "trace", "simulate",
+        "price", "fit", "calibrate", "pipe", "estimate", "robust", "grid_plan", "space", "folds", "fitting", "search",
+        "explain", "correct",
     ],
     "watch": ["__init__", "memory", "processes", "tape", "diagnose", "liveness", "peers", "checks"],
     "report": ["__init__", "units", "page", "run_data", "run_places", "run_page", "plan_text", "plan_page"],

@@ -11,7 +11,8 @@ from fourfold.axes import CONTEXT
 from fourfold.engine import Turns
 from fourfold.ledger import Collective
 from fourfold.planner.program import NOTHING_SENT, AttentionOp, ElementwiseOp, PlannedWait, Rehearsal
-from fourfold.planner.sizes import ContextForm, LocalSizes
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.structure import ContextForm
 
 
 class ContextProgram:

@@ -28,20 +28,14 @@ from fourfold.axes import AXES, CONTEXT, CUTS, FOLD_SIZES, MESSAGE_AXES, PIPE, R
 from fourfold.models.config import ModelConfig
 from fourfold.planner.machine import Machine, route_of
 from fourfold.planner.memory import REHEARSED_LAYERS
+from fourfold.planner.parameters import kinds_of_layers
 from fourfold.planner.pipe import CHUNKS, head_in_layers, rough_stages
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
-from fourfold.planner.sizes import (
-    LocalSizes,
-    SizeMatrix,
-    Structure,
-    Term,
-    kinds_of_layers,
-    structure_of_ends,
-    structure_of_kind,
-    structure_of_layers,
-)
+from fourfold.planner.size_names import SizeMatrix, Term
+from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.step_program import ends_program, layers_program
+from fourfold.planner.structure import Structure, structure_of_ends, structure_of_kind, structure_of_layers
 from fourfold.policy import Policy, Recompute
 from fourfold.shape import Shape
 

@@ -27,18 +27,12 @@ from torch import Tensor
 from fourfold.axes import PIPE
 from fourfold.layout import GATHERED, GATHERED_AXES
 from fourfold.models.config import ModelConfig, unit_of
+from fourfold.planner.parameters import kinds_of_layers
 from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
-from fourfold.planner.sizes import (
-    LocalSizes,
-    SizeMatrix,
-    Structure,
-    Term,
-    kinds_of_layers,
-    structure_of_ends,
-    structure_of_kind,
-    structure_of_layers,
-)
+from fourfold.planner.size_names import SizeMatrix, Term
+from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.step_program import ends_program, layers_program, part_of, recompute_of
+from fourfold.planner.structure import Structure, structure_of_ends, structure_of_kind, structure_of_layers
 from fourfold.planner.transformer import ModelPart, whole_model
 from fourfold.policy import Policy, Recompute
 from fourfold.schedule.action import Schedule

@@ -27,12 +27,13 @@ from fourfold.models.config import ModelConfig
 from fourfold.planner.lengths import LengthSample
 from fourfold.planner.machine import DTYPES, NO_MACHINE, HostMode, Machine, Route, Seconds
 from fourfold.planner.memory import Memory, peak_memory, peak_memory_of_pipe, without_stages
+from fourfold.planner.parameters import kinds_of_layers
 from fourfold.planner.program import (
     ADDED,
     Program,
 )
 from fourfold.planner.simulate import Timeline, Totals, simulate
-from fourfold.planner.sizes import LocalSizes, kinds_of_layers
+from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.step_program import (
     Flops,
     flops_per_token,

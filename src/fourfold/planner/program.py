@@ -28,7 +28,8 @@ from fourfold.axes import PIPE, REPLICAS
 from fourfold.engine import BACKWARD, Awaited, Engine
 from fourfold.gradients import Bucket
 from fourfold.ledger import Collective, Op, joint_label
-from fourfold.planner.sizes import LocalSizes, part
+from fourfold.planner.parameters import part
+from fourfold.planner.sizes import LocalSizes
 from fourfold.schedule.action import Action
 
 

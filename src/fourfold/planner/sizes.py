@@ -1,12 +1,7 @@
-"""Sizes on one rank: its part of a model and of a batch, on a grid, under a policy.
+"""How much work a step is on one rank: the sizes of activations, parameters and messages on a grid, under a policy.
 
-Names, layouts and owed axes of parameters come from the real layers: `parameter_specs` declares a model of one layer on
-meta tensors and reads its specs. Activations have the two layouts of docs/algorithm.md, rest and inner.
-
-A program is written for a `Structure`: the axes in use, the policy, the number of halves, the kinds of layers. The
-structure alone decides which work a step has, and in which order; `LocalSizes` says how much work it is. The search
-compares thousands of candidates that share few structures. It rehearses each structure once with `SizeNames`, in which
-every size is a sum of names (`Term`), and then fills in the numbers of each candidate (`SizeMatrix`).
+A program is written for a `Structure`, and `LocalSizes` has its numbers. Activations have the two layouts of
+docs/algorithm.md, rest and inner.
 
 Notation: m tokens of a place, which is a coordinate of data and z; k and n this rank's features of the residual stream
 and inside a sublayer. Attributes whose name ends in `nbytes` count bytes; others count elements, unless a comment says
@@ -15,31 +10,41 @@ otherwise.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from math import ceil, prod
-from operator import attrgetter, methodcaller
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.axes import BATCH, CONTEXT, CUTS, FOLD_SIZES, FOLDED, PIPE, REPLICAS
+from fourfold.axes import BATCH, CONTEXT, CUTS, FOLDED, PIPE, REPLICAS
 from fourfold.context.assign import area, plan_context
 from fourfold.context.move import pieces_of
-from fourfold.engine import Overlap
 from fourfold.gradients import Bucket, OwingGradient, bucket_unit, fill_buckets
-from fourfold.grid import Grid, Shape
-from fourfold.layout import GATHERED, Spec, chunk, logits_columns
+from fourfold.grid import Shape
+from fourfold.layout import Spec, chunk, logits_columns
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig, halves_of, unit_of
-from fourfold.models.transformer import Transformer
 from fourfold.nn.attention import cut_documents
 from fourfold.nn.embedding import looks_up_in_place
-from fourfold.nn.layer import specs_of
-from fourfold.policy import Activations, Policy, Recompute
+from fourfold.planner.parameters import (
+    LAYER,
+    HeldUnits,
+    ParameterSizes,
+    ParameterTable,
+    held_units,
+    in_first_layer,
+    names_of_experts,
+    names_of_layer,
+    owed_axes,
+    parameter_specs,
+    parameter_table,
+    part,
+)
+from fourfold.planner.structure import ContextForm, structure_of
+from fourfold.policy import Policy
 from fourfold.schedule.action import Schedule
 from fourfold.schedule.choose import FOUND, choose
 from fourfold.schedule.stages import Stages
@@ -50,277 +55,6 @@ ID_NBYTES = 8
 """Bytes of a token's id, an int64."""
 BY_LAYERS = ("auto", FOUND)
 """The names of schedules that may depend on the layers of each stage; others depend on its rank alone."""
-LAYER = "layers.0."
-"""The beginning of the names of the first layer's parameters; all layers have the same sizes."""
-
-
-class PaperGrid(Grid):
-    """A grid without a process group, of one rank or with a fold: layers can be declared on it, but nothing can run."""
-
-    def __init__(self, *, folded: bool = False) -> None:
-        self.shape, self.rank = Shape(z=2, expert=2) if folded else Shape(), 0
-        self.coords = self.shape.coords(0)
-        self.device = torch.device("meta")
-
-
-@lru_cache(maxsize=256)
-def parameter_specs(config: ModelConfig, activations: Activations, *, folded: bool = False) -> dict[str, Spec]:
-    """Return the spec of every parameter of a layer, of embedding, last norm and head, by name.
-
-    All layers have the names of the first one. If the model has both MLPs and mixtures, it has the parameters of both.
-    On a grid that is `folded` experts are cut in another way.
-    """
-    found: dict[str, Spec] = {}
-    for mixture in kinds_of_layers(config):
-        config_of_kind, grid = config.one_layer(mixture=mixture), PaperGrid(folded=folded and mixture)
-        model = Transformer(config_of_kind, grid, Policy(activations=activations))
-        found |= specs_of(model)
-    return found
-
-
-def kinds_of_layers(config: ModelConfig) -> list[bool]:
-    """Return whether layers are mixtures of experts, once for each kind of layer that the model has."""
-    return [False, True] if config.dense_layers else [config.experts > 0]
-
-
-@lru_cache(maxsize=4096)
-def names_of_layer(config: ModelConfig, mixture: bool) -> tuple[str, ...]:
-    """Return the names that the parameters of a layer of this kind have in the first layer, in the model's order."""
-    specs = parameter_specs(config.one_layer(mixture=mixture), "sharded")
-    return tuple(name for name in specs if name.startswith(LAYER))
-
-
-@lru_cache(maxsize=256)
-def _names_of_experts(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the parameters that a folded grid cuts in a way of its own, in the first layer."""
-    specs = parameter_specs(config, "sharded", folded=True)
-    return tuple(name for name, spec in specs.items() if spec.gathered != GATHERED)
-
-
-@lru_cache(maxsize=256)
-def owed_axes(config: ModelConfig, activations: Activations, *, folded: bool = False) -> dict[str, tuple[str, ...]]:
-    """Return the axes that the gradient of each of these parameters owes a sum over."""
-    return {name: spec.owes for name, spec in parameter_specs(config, activations, folded=folded).items()}
-
-
-@lru_cache(maxsize=4096)
-def in_first_layer(name: str) -> str:
-    """Return the name of the same parameter in the first layer."""
-    return LAYER + name.split(".", 2)[2] if name.startswith("layers.") else name
-
-
-def part(length: int, parts: int, index: int) -> int:
-    """Return the length of the `index`-th part as `layout.chunk` cuts."""
-    size = -(-length // parts)
-    return min(size, max(0, length - index * size))
-
-
-# --- the structure of a step
-
-
-class ContextForm(NamedTuple):
-    """What decides in which messages K and V travel inside a context group, but not how large they are."""
-
-    over: str
-    """gather, exchange or ring."""
-    swaps: bool
-    """Whether neighbours swap tokens for heads before and after."""
-    pieces: int
-    """The messages of one gather or exchange, or the directions of a ring."""
-    hops: int
-    """How often a ring hands K and V on; 0 for other ways."""
-    moves: bool
-    """Whether anybody sends K and V to another holder."""
-    to_all: bool
-    """Whether a gather is a collective of its own, since neighbours do not share heads."""
-
-
-@dataclass
-class Structure:
-    """What decides which work a step has and in which order, but not how much; an object never changes."""
-
-    config: ModelConfig
-    """The kinds of layers; its sizes are all 1."""
-    policy: Policy
-    dtype: torch.dtype
-    """The parameters' dtype."""
-    used_axes: tuple[str, ...]
-    halves: int
-    """The number of interleaved parts that the rows of a place are cut into, 1 or 2."""
-    equal_halves: bool
-    """Whether all halves have the same number of rows."""
-    cuts_row: bool
-    """Whether the halves are those of a single row, of which the second also reads the keys of the first."""
-    shares_kv: bool
-    """Whether ranks exchange K and V, because KV heads do not follow the cut of the queries."""
-    cuts_kv_head: bool
-    """Whether x cuts through a KV head."""
-    looks_up_in_place: bool
-    """Whether tokens go to the embedding's table over z, instead of the table to the tokens."""
-    context: ContextForm | None = None
-    """How K and V travel, if places share their rows."""
-
-    def __post_init__(self) -> None:
-        config, policy, axes = self.config, self.policy, self.used_axes
-        # programs are cached by it
-        kinds = axes, self.halves, self.cuts_row, self.shares_kv, self.looks_up_in_place, self.context
-        self._hash = hash((config, policy, self.dtype, *kinds))
-        self.sharded = policy.activations == "sharded"
-        self.over_x, self.over_y = "x" in axes, "y" in axes
-        self.cuts_rest = self.sharded and self.over_x  # x cuts tokens at rest
-        self.cuts_inner = self.sharded and self.over_y  # y cuts features inside a sublayer, beyond x
-        self.sends = "expert" in axes or "ex" in axes  # tokens go to their experts
-        self.folded = any(axis in FOLD_SIZES for axis in axes)  # experts are cut in a way of their own
-        self.copies_rows = self.sends or (self.folded and self.over_x and not self.sharded)  # experts read copies
-        self.gathers_weights = GATHERED in axes
-        self.gathers_experts = ("ez" if self.folded else GATHERED) in axes
-        self.gathers = self.gathers_weights or (self.folded and self.gathers_experts)  # any parameters at all
-        self.compute_itemsize = (policy.compute_dtype or self.dtype).itemsize
-        self.reduce_itemsize = (policy.reduce_dtype or self.dtype).itemsize
-        # bytes of one statistic of a norm, of attention or of the loss: fp32 or wider
-        self.wide_itemsize = max(4, self.compute_itemsize)
-        self.wide = self.wide_itemsize // self.compute_itemsize  # a tensor is larger by this factor in that dtype
-        self.casts = self.compute_itemsize != self.dtype.itemsize  # weights are cast before they are used
-        self.keeps_casts = self.casts and policy.keep_casts  # cast shards exist all the time
-        # weights in use have memory of their own
-        self.copies_weights = self.gathers_weights or (self.casts and not self.keeps_casts)
-        self.keeps_weights = policy.keeps_for_backward and self.copies_weights  # products keep them until backward
-        self.copies_experts = self.gathers_experts or (self.casts and not self.keeps_casts)
-        self.copies_wide = self.gathers_weights or (self.wide_itemsize != self.dtype.itemsize and not policy.keep_casts)
-        # Contract layers keep an input that was gathered over y
-        self.keeps_collected = policy.keep_gathered and self.cuts_inner
-        self.chunked = bool(policy.loss_chunk)  # head and loss run in chunks of tokens
-        self.chunks_mlp = bool(policy.mlp_chunk)  # MLPs run in chunks of tokens
-        self.up_layers = ("gate", "up") if config.mlp == "swiglu" else ("up",)  # they read the residual stream
-        self.table = "embedding.weight" if config.tied else "head.weight"  # the parameter that makes logits
-        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}  # parameters by modules
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def itemsize_of(self, wide: bool) -> int:
-        """Return the bytes of an element of weights in use, of those that are used in fp32 at least if `wide`."""
-        return self.wide_itemsize if wide else self.compute_itemsize
-
-    def copies(self, names: tuple[str, ...], wide: bool) -> bool:
-        """Return whether these weights in use have memory of their own; `wide` as in `itemsize_of`."""
-        if self.folded and self.gathered_over(names) != GATHERED:
-            return self.copies_experts
-        return self.copies_wide if wide else self.copies_weights
-
-    def gathered_over(self, names: tuple[str, ...]) -> str:
-        """Return the axis over which these parameters are gathered before their use."""
-        return self._specs[in_first_layer(names[0])].gathered if self.folded and names else GATHERED
-
-    def gathers_over(self, names: tuple[str, ...]) -> bool:
-        """Return whether these parameters travel before their use."""
-        return self.gathered_over(names) in self.used_axes
-
-    def matrices(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the parameters that are matrices."""
-        return tuple(name for name in names if len(self._specs[in_first_layer(name)].shape) > 1)
-
-    def parameters_of(self, *modules: str) -> tuple[str, ...]:
-        """Return the parameters of modules that share one message: all weights, then the biases that exist."""
-        found = self._names.get(modules)
-        if found is None:  # every rehearsal asks for the same ones in every layer
-            names = (f"{module}.{kind}" for kind in ("weight", "bias") for module in modules)
-            found = self._names[modules] = tuple(name for name in names if in_first_layer(name) in self._specs)
-        return found
-
-    @cached_property
-    def _specs(self) -> dict[str, Spec]:
-        return parameter_specs(self.config, self.policy.activations, folded=self.folded)
-
-
-@lru_cache(maxsize=4096)
-def _structure(*arguments: Any) -> Structure:
-    return Structure(*arguments)
-
-
-@lru_cache(maxsize=4096)
-def structure_of_names(
-    structure: Structure,
-    *,
-    recompute: Recompute | None = None,
-    chunked: bool | None = None,
-    chunks_mlp: bool | None = None,
-) -> Structure:
-    """Return the structure without choices that only set some sizes to 0, so that few structures are rehearsed.
-
-    A tensor that is kept or not is a size that may be 0, and replicas only repeat the work of one of them.
-    """
-    policy = replace(
-        structure.policy,
-        keep_gathered=False,
-        keep_weights=False,
-        shard_optimizer=False,
-        recompute=structure.policy.recompute if recompute is None else recompute,
-        loss_chunk=structure.policy.loss_chunk if chunked is None else int(chunked),
-        mlp_chunk=structure.policy.mlp_chunk if chunks_mlp is None else int(chunks_mlp),
-    )
-    axes = tuple(axis for axis in structure.used_axes if axis not in REPLICAS)
-    return replace(structure, policy=policy, used_axes=axes)
-
-
-@lru_cache(maxsize=4096)
-def structure_of_layers(
-    structure: Structure, recompute: Recompute | None = None, *, chunks_mlp: bool | None = None
-) -> Structure:
-    """Return the same for a program of layers alone: what embedding and head do does not count."""
-    names = structure_of_names(structure, recompute=recompute, chunked=False, chunks_mlp=chunks_mlp)
-    return replace(names, looks_up_in_place=False)
-
-
-@lru_cache(maxsize=4096)
-def structure_of_kind(structure: Structure, mixture: bool) -> Structure:
-    """Return the same for a model in which all layers are mixtures of experts, or none is."""
-    axes = structure.used_axes if mixture else tuple(axis for axis in structure.used_axes if axis not in FOLDED)
-    return replace(structure, config=structure.config.one_layer(mixture=mixture), used_axes=axes)
-
-
-@lru_cache(maxsize=4096)
-def structure_of_ends(structure: Structure, *, chunked: bool | None = None) -> Structure:
-    """Return the same for a program of embedding, head and loss alone: what layers do does not count."""
-    names = structure_of_names(structure, recompute="none", chunked=chunked, chunks_mlp=False)
-    axes = tuple(axis for axis in names.used_axes if axis not in (CONTEXT, *FOLDED))
-    config = names.config.one_layer(mixture=False)
-    return replace(names, config=config, used_axes=axes, shares_kv=False, cuts_kv_head=False, context=None)
-
-
-_ONES = dict(hidden=1, heads=1, kv_heads=1, head_dim=2, mlp_hidden=1, vocab=1, seq=1, norm_eps=1.0)
-"""The sizes of the config of a structure; a head has an even number of dims."""
-_ROPE: dict[str, Any] = {one.name: one.default for one in fields(ModelConfig) if one.name.startswith("rope_")}
-"""Rotary positions, which change numbers and not work."""
-
-
-@lru_cache(maxsize=256)
-def _kinds_of_layers(config: ModelConfig) -> ModelConfig:
-    ones: dict[str, Any] = {"layers": config.dense_layers + 1, **_ONES}
-    if config.experts:
-        shared, routing = min(1, config.shared_hidden), config.routing
-        ones |= dict(experts=1, top_k=1, expert_hidden=1, shared_hidden=shared, score="softmax", bias_rate=0.0)
-        ones |= dict(groups=1, top_groups=1, route_scale=1.0, capacity=float(routing.capacity > 0))
-        ones |= dict(aux=float(routing.aux > 0), z_loss=float(routing.z_loss > 0))
-    return replace(config, **ones, **_ROPE, dropout=0.5 if config.dropout else 0.0)
-
-
-@lru_cache(maxsize=1024)
-def _kinds_of_work(policy: Policy) -> Policy:
-    """Return the policy reduced to what shapes a rehearsed program.
-
-    Numbers that only set sizes become 1. Stages and schedule are left out: every stage is rehearsed by itself. What
-    travels inside a context group is said by `ContextForm`. Overlap
-    settings become the defaults, except the one that changes the order of
-    products: rehearsals neither prefetch nor defer, and the readings add the bytes that are in flight.
-    """
-    overlap = Overlap(wgrad_behind_messages=policy.overlap.wgrad_behind_messages)
-    chunks = dict(loss_chunk=min(1, policy.loss_chunk), mlp_chunk=min(1, policy.mlp_chunk))
-    left_out: Any = dict(stages=None, schedule="auto", assignment="auto", context_way="auto")
-    return replace(policy, **chunks, bucket_bytes=1, overlap=overlap, **left_out)
-
-
-# --- the sizes of a candidate
 
 
 @lru_cache(maxsize=1 << 16)
@@ -364,8 +98,8 @@ class LocalSizes:
         most = -(-seq // number) if cuts_row else -(-(-(-self.rows // number) * seq) // shape.context)  # of a half
         kv_heads = self._kv_heads(inner_cut)
         traffic = self._traffic(kv_heads.number) if shape.context > 1 else None
-        self.structure = structure = _structure(
-            _kinds_of_layers(config), _kinds_of_work(policy), self.dtype, _cutting_axes(shape), number,
+        self.structure = structure = structure_of(
+            config, policy, self.dtype, _cutting_axes(shape), number,
             self.rows % number == 0 and self.documents is None, cuts_row, kv_heads.shared, config.kv_heads % x != 0,
             looks_up_in_place(policy, shape, config.vocab, most), traffic and traffic.form,
         )  # fmt: skip
@@ -699,7 +433,7 @@ class LocalSizes:
     @cached_property
     def held(self) -> HeldUnits:
         """The units of the model that this rank holds."""
-        return _held_units(self.stages, self.coords[PIPE], self.config.tied)
+        return held_units(self.stages, self.coords[PIPE], self.config.tied)
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
@@ -719,14 +453,14 @@ class LocalSizes:
 
     @cached_property
     def _parameters(self) -> ParameterTable:
-        return _parameter_table(self.config, self.shape, self.coords)
+        return parameter_table(self.config, self.shape, self.coords)
 
     @cached_property
     def _most_parameters(self) -> ParameterTable:
         """The same on the first rank, which holds most."""
         if not self.rank:
             return self._parameters
-        return _parameter_table(self.config, self.shape, dict.fromkeys((*CUTS, *FOLDED), 0))
+        return parameter_table(self.config, self.shape, dict.fromkeys((*CUTS, *FOLDED), 0))
 
     def parameter(self, name: str) -> ParameterSizes:
         return self._parameters.sizes[in_first_layer(name)]
@@ -779,7 +513,7 @@ class LocalSizes:
         if not self.shape.folded:
             return 0
         mixtures = sum(map(self.config.is_mixture, layers))
-        return mixtures * sum(self.parameter(name).shard for name in _names_of_experts(self.config))
+        return mixtures * sum(self.parameter(name).shard for name in names_of_experts(self.config))
 
     @cached_property
     def replica_share(self) -> float:
@@ -884,23 +618,6 @@ def most_segments(
     return max(map(len, found.members))
 
 
-class HeldUnits(NamedTuple):
-    """The units of a model that the ranks of one pipe coordinate hold."""
-
-    layers: Sequence[int]
-    embedding: bool
-    head: bool
-    """Whether they hold the last norm and the head."""
-    copies_table: bool = False
-    """Whether they hold a copy of a tied embedding's table, for the head."""
-
-    def has(self, name: str) -> bool:
-        """Return whether a parameter outside of layers is among them."""
-        if name.startswith(("norm.", "head.")):
-            return self.head
-        return self.embedding or (self.copies_table and name.startswith("embedding."))
-
-
 _even_stages = lru_cache(maxsize=1024)(Stages.even)
 
 
@@ -910,287 +627,6 @@ def _stages_that_matter(schedule: str, stages: Stages) -> Stages:
     if schedule in BY_LAYERS:
         return replace(stages, recompute=())
     return replace(stages, recompute=(), cuts=(0, *range(1, len(stages.placement)), len(stages.placement) + 1))
-
-
-@lru_cache(maxsize=4096)
-def _held_units(stages: Stages, pipe_rank: int, tied: bool) -> HeldUnits:
-    own = stages.of_rank(pipe_rank)
-    layers = tuple(index for stage in own for index in stages.layers_of(stage))
-    embedding, head = (any(map(has, own)) for has in (stages.has_embedding, stages.has_head))
-    return HeldUnits(tuple(sorted(layers)), embedding, head, tied and head and not embedding)
-
-
-class ParameterSizes(NamedTuple):
-    """The sizes of one parameter on a rank, in elements except for the rows."""
-
-    rows: int
-    """Rows of the shard."""
-    row: int
-    """Elements of a row of the shard."""
-    gathered: int
-    """Elements of the parameter as products use it."""
-    message: int
-    """Elements in a message over z."""
-
-    @property
-    def shard(self) -> int:
-        return self.rows * self.row
-
-
-class ParameterTable:
-    """Sizes of the parameters of the first layer and of those outside of layers, on one rank of a grid."""
-
-    def __init__(self, specs: Mapping[str, Spec], sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
-        self.sizes: dict[str, ParameterSizes] = {}
-        self._groups: dict[tuple[str, ...], tuple[int, int, int]] = {}
-        for name, spec in specs.items():
-            lengths, gathered = list(spec.shape), list(spec.shape)
-            for axis, dim in spec.storage.cuts:
-                lengths[dim] = part(lengths[dim], sizes[axis], coords[axis])
-                if axis != spec.gathered:
-                    gathered[dim] = part(gathered[dim], sizes[axis], coords[axis])
-            # a message has the dim that is cut in front, padded to equal parts
-            dim, ranks = dict(spec.storage.cuts).get(spec.gathered, 0), sizes[spec.gathered]
-            padded = [*gathered]
-            padded[dim] = part(gathered[dim], ranks, 0) * ranks
-            self.sizes[name] = ParameterSizes(lengths[0], prod(lengths[1:]), prod(gathered), prod(padded))
-        self._others = tuple(name for name in specs if not name.startswith(LAYER))
-
-    def outside_layers(self, held: HeldUnits) -> int:
-        """Return the elements of the shards outside of layers that a rank with these units holds."""
-        return self.group(tuple(name for name in self._others if held.has(name)))[2]
-
-    def group(self, names: tuple[str, ...]) -> tuple[int, int, int]:
-        """Return elements of these parameters: as products use them, in a message over z, in this rank's shards."""
-        found = self._groups.get(names)
-        if found is None:
-            every = [self.sizes[in_first_layer(name)] for name in names]
-            gathered, sent = sum(one.gathered for one in every), sum(one.message for one in every)
-            found = self._groups[names] = gathered, sent, sum(one.shard for one in every)
-        return found
-
-
-def _parameter_table(config: ModelConfig, shape: Shape, coords: Mapping[str, int]) -> ParameterTable:
-    """Return the sizes of parameters at these coordinates, which grids share that differ in replicas and stages."""
-    axes = [axis for axis in (*CUTS, *(FOLDED if shape.folded else ())) if axis not in REPLICAS]
-    return _table_of_cuts(config, tuple((axis, shape.cuts[axis], coords[axis]) for axis in axes))
-
-
-@lru_cache(maxsize=4096)
-def _table_of_cuts(config: ModelConfig, cuts: tuple[tuple[str, int, int], ...]) -> ParameterTable:
-    folded = any(axis in FOLDED for axis, _, _ in cuts)
-    # the mode decides which sums gradients owe, not the shards
-    specs = parameter_specs(config, "sharded", folded=folded)
-    return ParameterTable(specs, {axis: size for axis, size, _ in cuts}, {axis: place for axis, _, place in cuts})
-
-
-# --- names instead of sizes
-
-
-class Name(NamedTuple):
-    """A size by its name: an attribute of `LocalSizes`, or the result of one of its methods."""
-
-    half: int
-    """The index of the half of the rows, or WHOLE for all rows."""
-    attribute: str
-    arguments: tuple[Any, ...] | None = None
-    """Arguments of the method; a `Term` among them is a sum of sizes of the same half."""
-
-    def getter(self) -> Callable[[LocalSizes], int]:
-        """Return a function that reads this size of a half."""
-        attribute, arguments = self.attribute, self.arguments
-        if arguments is None:
-            return attrgetter(attribute)
-        if not any(isinstance(one, Term) for one in arguments):
-            return methodcaller(attribute, *arguments)
-        return lambda half: getattr(half, attribute)(
-            *(one.of_half(half) if isinstance(one, Term) else one for one in arguments)
-        )
-
-
-WHOLE = -1
-
-
-class SizeReader:
-    """Reads the numbers of a list of names from a candidate, in an order of its own."""
-
-    def __init__(self, names: Sequence[Name]) -> None:
-        self.order: list[int] = []
-        """The place among the names of each number that is read."""
-        self._attributes: list[tuple[int, Callable[[LocalSizes], Sequence[int]]]] = []
-        for half in {name.half for name in names}:
-            places = [place for place, name in enumerate(names) if name.half == half and name.arguments is None]
-            if len(places) > 1:  # one call reads all of them
-                self._attributes.append((half, attrgetter(*(names[place].attribute for place in places))))
-                self.order += places
-        left = sorted({*range(len(names))}.difference(self.order))
-        self._methods = [(names[place].half, names[place].getter()) for place in left]
-        self.order += left
-
-    def __call__(self, sizes: LocalSizes) -> list[int]:
-        parts = [*sizes.halves, sizes]  # WHOLE is the last
-        values: list[int] = []
-        for half, get in self._attributes:
-            values += get(parts[half])
-        values += [get(parts[half]) for half, get in self._methods]
-        return values
-
-
-class SizeMatrix:
-    """Sums of sizes as rows of a matrix that has a column for each name.
-
-    One product with the numbers of a candidate, or of many, gives all sums.
-    """
-
-    def __init__(self) -> None:
-        self.columns: dict[Name, int] = {}
-        self._rows: dict[tuple[tuple[int, int], ...], int] = {}
-
-    def column(self, name: Name) -> int:
-        return self.columns.setdefault(name, len(self.columns))
-
-    def row(self, times: Mapping[int, int]) -> int:
-        """Return the row with these coefficients, given by column."""
-        parts = tuple((column, many) for column, many in times.items() if many)
-        return self._rows.setdefault(parts, len(self._rows))
-
-    def row_of(self, size: Any) -> int:
-        """Return the row of a `Term`."""
-        return self.row({self.column(name): many for name, many in size.parts.items()})
-
-    @cached_property
-    def _read(self) -> SizeReader:
-        return SizeReader(list(self.columns))
-
-    @cached_property
-    def _matrix(self) -> torch.Tensor:
-        places = [(row, column, many) for parts, row in self._rows.items() for column, many in parts]
-        rows, columns, many = zip(*places, strict=True)
-        matrix = torch.zeros(len(self._rows), len(self.columns), dtype=torch.float64)  # exact up to 2^53 bytes
-        matrix[list(rows), list(columns)] = torch.tensor(many, dtype=torch.float64)
-        return matrix[:, self._read.order]
-
-    def values(self, sizes: LocalSizes) -> torch.Tensor:
-        """Return all sums of a candidate: [row]."""
-        return self._matrix @ torch.frombuffer(array("d", self._read(sizes)), dtype=torch.float64)
-
-    def values_of_many(self, sizes: Sequence[LocalSizes]) -> torch.Tensor:
-        """Return all sums of many candidates: [row, candidate]."""
-        return self._matrix @ torch.tensor([self._read(one) for one in sizes], dtype=torch.float64).T
-
-
-class Term:
-    """A sum of names with integer coefficients. It never changes."""
-
-    __slots__ = ("_hash", "_times", "parts")
-
-    def __init__(self, parts: dict[Name, int]) -> None:
-        self.parts = parts
-        self._times: dict[int, Term] = {}
-        self._hash: int | None = None
-
-    def __add__(self, other: Any) -> Term:
-        return self._plus(other, 1)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Term:
-        return self._plus(other, -1)
-
-    def _plus(self, other: Any, sign: int) -> Term:
-        if not isinstance(other, Term):
-            if other != 0:
-                raise TypeError(f"a size plus {other}: only sizes add up")
-            return self
-        parts = dict(self.parts)
-        for name, times in other.parts.items():
-            parts[name] = parts.get(name, 0) + sign * times
-        return Term(parts)
-
-    def __mul__(self, times: int) -> Term:
-        found = self._times.get(times)
-        if found is None:
-            found = self._times[times] = Term({name: times * value for name, value in self.parts.items()})
-        return found
-
-    __rmul__ = __mul__
-
-    def __neg__(self) -> Term:
-        return self * -1
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Term) and self.parts == other.parts)
-
-    def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = hash(frozenset(self.parts.items()))
-        return self._hash
-
-    def of_half(self, half: LocalSizes) -> int:
-        """Return the number of the sum, with every name read from this half."""
-        return sum(times * name.getter()(half) for name, times in self.parts.items())
-
-
-class SizeNames:
-    """Stands for the `LocalSizes` of every candidate of one structure: each attribute is its own name."""
-
-    def __init__(self, structure: Structure, half: int = WHOLE) -> None:
-        self.structure, self._half = structure, half
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.structure.config
-
-    @property
-    def policy(self) -> Policy:
-        return self.structure.policy
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.structure.dtype
-
-    @cached_property
-    def halves(self) -> list[SizeNames]:
-        number = self.structure.halves
-        if self.structure.equal_halves:
-            return [SizeNames(self.structure, 0)] * number
-        return [SizeNames(self.structure, half) for half in range(number)]
-
-    @property
-    def chunks(self) -> list[Any]:
-        """The tokens of the first chunk, which stands for all chunks: their number differs between candidates."""
-        return [Term({Name(self._half, "chunk_tokens"): 1})]
-
-    @property
-    def mlp_chunks(self) -> list[Any]:
-        """The tokens of the first chunk, as above."""
-        return [Term({Name(self._half, "mlp_chunk_tokens"): 1})]
-
-    def message(self, op: Op, axis: str, nbytes: Any, label: str) -> list[Collective]:
-        return [Collective(op, axis, nbytes, 0, label)] if axis in self.structure.used_axes else []
-
-    def all_to_all(self, nbytes: Any, sent: Any, label: str, axis: str = CONTEXT) -> list[Collective]:
-        return [Collective("all_to_all", axis, nbytes, 0, label, sent=sent)]
-
-    def __getattr__(self, attribute: str) -> Any:
-        is_method = callable(getattr(LocalSizes, attribute, None))
-        named = self._method(attribute) if is_method else Term({Name(self._half, attribute): 1})
-        setattr(self, attribute, named)  # found without this function from now on
-        return named
-
-    def _method(self, attribute: str) -> Callable[..., Term]:
-        known: dict[tuple[Any, ...], Term] = {}
-
-        def call(*arguments: Any) -> Term:
-            if arguments not in known:
-                plain = tuple(tuple(map(in_first_layer, one)) if isinstance(one, tuple) else one for one in arguments)
-                known[arguments] = Term({Name(self._half, attribute, plain): 1})
-            return known[arguments]
-
-        return call
 
 
 def sum_over_batch(sizes: LocalSizes, numbers: int, label: str) -> list[Collective]:

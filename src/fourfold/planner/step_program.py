@@ -16,6 +16,7 @@ from fourfold.engine import BACKWARD
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig
+from fourfold.planner.parameters import kinds_of_layers, part
 from fourfold.planner.program import (
     ElementwiseOp,
     PlannedWait,
@@ -23,18 +24,9 @@ from fourfold.planner.program import (
     Rehearsal,
     WeightOrder,
 )
-from fourfold.planner.sizes import (
-    ID_NBYTES,
-    STATISTIC_NBYTES,
-    LocalSizes,
-    SizeNames,
-    Structure,
-    kinds_of_layers,
-    part,
-    structure_of_layers,
-    structure_of_names,
-    sum_over_batch,
-)
+from fourfold.planner.size_names import SizeNames
+from fourfold.planner.sizes import ID_NBYTES, STATISTIC_NBYTES, LocalSizes, sum_over_batch
+from fourfold.planner.structure import Structure, structure_of_layers, structure_of_names
 from fourfold.planner.transformer import ModelPart, PlannedInputs, TransformerProgram, whole_model
 from fourfold.policy import Policy, Recompute
 from fourfold.schedule.action import Action, PipeMessage, Schedule
