@@ -94,7 +94,7 @@ INSIDE = {
         "__init__", "format", "training_state", "load", "save", "renumber", "hf_weights", "dcp",
     ],
     "planner": [
-        "__init__", "goodput", "machine", "lengths", "parameters", "structure", "sizes", "size_names", "program",
+        "__init__", "goodput", "machine", "lengths", "parameters", "sizes", "size_names", "program",
         "step_parts", "context", "layers", "mixture", "transformer", "step_program", "memory", "trace", "simulate",
         "price", "fit", "calibrate", "pipe", "estimate", "robust", "grid_plan", "space", "folds", "fitting", "search",
         "explain", "correct",

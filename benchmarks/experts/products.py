@@ -61,20 +61,21 @@ def ways_of(size: ProductSize, device: torch.device, dtype: torch.dtype) -> dict
     dout = torch.randn(experts * rows, hidden, device=device, dtype=dtype)
     w = torch.randn(experts, hidden, width, device=device, dtype=dtype)
     ends = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * rows
+    groups = kernels.RowGroups(ends, experts * rows)
     of_a, of_dout = a.view(experts, rows, width), dout.view(experts, rows, hidden)
     return {
         "E1": {
-            GROUPED: lambda: kernels.grouped(a, w.transpose(1, 2), ends),
+            GROUPED: lambda: kernels.grouped(a, [w.transpose(1, 2)], groups),
             BATCHED: lambda: torch.bmm(of_a, w.transpose(1, 2)).flatten(0, 1),
             LOOP: lambda: torch.cat([one @ factor.T for one, factor in zip(of_a, w, strict=True)]),
         },
         "E2": {
-            GROUPED: lambda: kernels.grouped(dout, w, ends),
+            GROUPED: lambda: kernels.grouped(dout, [w], groups),
             BATCHED: lambda: torch.bmm(of_dout, w).flatten(0, 1),
             LOOP: lambda: torch.cat([one @ factor for one, factor in zip(of_dout, w, strict=True)]),
         },
         "E3": {
-            GROUPED: lambda: kernels.grouped_weights(dout, a, ends),
+            GROUPED: lambda: kernels.grouped_weights(dout, a, groups),
             BATCHED: lambda: torch.bmm(of_dout.transpose(1, 2), of_a),
             LOOP: lambda: torch.stack([d.T @ one for d, one in zip(of_dout, of_a, strict=True)]),
         },

@@ -8,7 +8,8 @@ are those that this rank holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, cached_property
+from itertools import pairwise
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -344,40 +345,77 @@ def _column(targets: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
 # --- products of experts
 
 
-def grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return a_e b_e for every expert e: a [P, k] by expert, b [E, k, n], ends [E] -> [P, n]."""
-    if not len(a):  # a rank may have no pairs
-        return a.new_zeros(0, b.shape[2])
-    if _has_grouped(a):
-        return functional.grouped_mm(a, b, offs=ends)
-    counts = _counts(a, ends)
-    out = a.new_empty(a.shape[0], b.shape[2])
-    for part, factor, into in zip(a.split(counts), b, out.split(counts), strict=True):
-        torch.mm(part, factor, out=into)
+class RowGroups:
+    """Which rows of a tensor belong to which expert; the rows of each stand together."""
+
+    def __init__(self, ends: Tensor, rows: int) -> None:
+        """`ends` says where the rows of each expert end, [E] in int32; the last at `rows`."""
+        self.ends, self.rows = ends, rows
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The rows of each expert, which the host reads; of a dry run, which has no numbers, equally many."""
+        if self.ends.is_meta or not self.rows:
+            experts = len(self.ends)
+            return [self.rows // experts + (expert < self.rows % experts) for expert in range(experts)]
+        ends = self.ends.tolist()
+        return [end - begin for begin, end in pairwise([0, *ends])]
+
+
+def grouped(a: Tensor, factors: Sequence[Tensor], groups: RowGroups) -> Tensor:
+    """Return a_e b_e for every expert e and factor b, side by side: a [P, k] by expert, b [E, k, n] -> [P, sum n]."""
+    if not a.is_cpu:  # a dry run takes the memory of a GPU
+        outs = [_product(a, b, groups) for b in factors]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    widths = [b.shape[2] for b in factors]
+    out = a.new_empty(len(a), sum(widths))
+    for b, columns in zip(factors, out.split(widths, dim=1), strict=True):
+        _multiply_into(columns, a, b, groups)
     return out
 
 
-def grouped_weights(dout: Tensor, a: Tensor, ends: Tensor) -> Tensor:
-    """Return dout_e^T a_e for every expert e: dout [P, n] and a [P, k] by expert, ends [E] -> [E, n, k]."""
-    if not len(a):
-        return a.new_zeros(len(ends), dout.shape[1], a.shape[1])
+def grouped_sum(a: Tensor, factors: Sequence[Tensor], groups: RowGroups) -> Tensor:
+    """Return the sum of a_e b_e over the factors b, each for its own columns of a: [P, sum k], [E, k, n] -> [P, n]."""
+    parts = zip(a.split([b.shape[1] for b in factors], dim=1), factors, strict=True)
+    if not a.is_cpu:
+        first, *others = (_product(part.contiguous(), b, groups) for part, b in parts)
+        for other in others:
+            first += other
+        return first
+    out = a.new_empty(len(a), factors[0].shape[2])
+    for place, (part, b) in enumerate(parts):
+        _multiply_into(out, part, b, groups, add=place > 0)
+    return out
+
+
+def grouped_weights(dout: Tensor, a: Tensor, groups: RowGroups) -> Tensor:
+    """Return dout_e^T a_e for every expert e: dout [P, n] and a [P, k] by expert -> [E, n, k]."""
+    dout = dout if a.is_cpu else dout.contiguous()
     if _has_grouped(a):
-        return functional.grouped_mm(dout.t(), a, offs=ends)
-    counts = _counts(a, ends)
-    out = a.new_empty(len(counts), dout.shape[1], a.shape[1])
-    for d, part, into in zip(dout.split(counts), a.split(counts), out, strict=True):
+        return functional.grouped_mm(dout.t(), a, offs=groups.ends)
+    out = a.new_empty(len(groups.ends), dout.shape[1], a.shape[1])
+    for d, part, into in zip(dout.split(groups.counts), a.split(groups.counts), out, strict=True):
         torch.mm(d.t(), part, out=into)
     return out
 
 
+def _product(a: Tensor, b: Tensor, groups: RowGroups) -> Tensor:
+    if _has_grouped(a):
+        return functional.grouped_mm(a, b, offs=groups.ends)
+    out = a.new_empty(len(a), b.shape[2])
+    _multiply_into(out, a, b, groups)
+    return out
+
+
+def _multiply_into(out: Tensor, a: Tensor, b: Tensor, groups: RowGroups, *, add: bool = False) -> None:
+    """Write a_e b_e into the rows of every expert e, or add it to them."""
+    for part, factor, into in zip(a.split(groups.counts), b, out.split(groups.counts), strict=True):
+        if add:
+            into.addmm_(part, factor)
+        else:
+            torch.mm(part, factor, out=into)
+
+
 def _has_grouped(a: Tensor) -> bool:
     """Return whether one kernel multiplies all experts; elsewhere the host must know how many rows each has."""
-    return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
-
-
-def _counts(a: Tensor, ends: Tensor) -> list[int]:
-    """Return the rows of each expert; of a dry run, which has no numbers, equally many."""
-    if a.is_meta:
-        rows, experts = a.shape[0], ends.shape[0]
-        return [rows // experts + (expert < rows % experts) for expert in range(experts)]
-    return torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and len(a) > 0

@@ -25,14 +25,14 @@ the host does not wait, and a CUDA graph can contain the step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fourfold import comm
+from fourfold import comm, kernels
 from fourfold.comm import Pending
 from fourfold.engine import Turns
 from fourfold.grid import Grid
@@ -55,62 +55,61 @@ class Pairs:
 
         If there may be such pairs, `keep` or `pad` must be called.
         """
-        tokens, self.chosen = ids.shape
-        self.number = number
-        flat = ids.flatten()
-        self.order = flat.argsort(stable=True)
+        self.chosen, self.number = ids.shape[1], number
+        ordered, self.order = ids.flatten().sort(stable=True)
         """The place of each pair among the pairs by token, [P]."""
-        self.back = torch.empty_like(self.order)
-        self.back[self.order] = torch.arange(tokens * self.chosen, device=ids.device)
+        places = torch.arange(len(self.order), device=ids.device)
+        self.back = torch.empty_like(self.order).scatter_(0, self.order, places)
         """The inverse: which pair each choice of a token is, [m K]."""
         self.goes: Tensor | None = None
         """Which choices go somewhere, [m K]; None for all."""
-        limits = torch.arange(1, number + 1, device=ids.device)
-        self.ends = torch.searchsorted(flat[self.order], limits).to(torch.int32)
-        """Where the pairs of each destination end, [destinations]."""
+        self._ones: dict[torch.dtype, Tensor] = {}
+        numbers = torch.arange(number + 1, device=ids.device, dtype=ids.dtype)
+        self.bounds = torch.searchsorted(ordered, numbers, out_int32=True)
+        """Where the pairs of each destination begin, and where those of the last one end, [destinations + 1]."""
 
     @property
     def counts(self) -> Tensor:
         """The number of pairs of each destination."""
-        return torch.diff(self.ends, prepend=self.ends.new_zeros(1)).long()
+        return self.bounds.diff()
 
-    @property
+    @cached_property
+    def groups(self) -> kernels.RowGroups:
+        """The pairs of each destination."""
+        return kernels.RowGroups(self.bounds[1:], len(self.order))
+
+    @cached_property
     def tokens(self) -> Tensor:
         """The token of each pair, [P]."""
         return self.order // self.chosen
 
     def keep(self, most: int) -> Pairs:
         """Keep `most` pairs: all that go somewhere, and perhaps further ones, which count with 0."""
-        self._point(self.back, self.back < self._total.clamp(max=most), most)
+        self._point(self.back.clamp(max=most - 1), self.back < self.bounds[-1])
         self.order = self.order[:most]
-        self.ends[-1:] = most
+        if self.number:
+            self.bounds[-1] = most
         return self
 
     def pad(self, room: int) -> Tensor:
         """Make the pairs of each destination `room` many by empty ones, which count with 0; return which are."""
-        counts, ends, places = self.counts[:, None], self.ends, torch.arange(room, device=self.order.device)
-        begin = ends[:, None] - counts
-        destination = torch.searchsorted(ends, self.back, right=True).clamp(max=self.number - 1)
-        place = self.back - begin[destination, 0] + destination * room
-        self._point(place, self.back < self._total, self.number * room)
+        counts, begin, places = self.counts[:, None], self.bounds[:-1], torch.arange(room, device=self.order.device)
+        destination = torch.searchsorted(self.bounds[1:], self.back, right=True).clamp(max=self.number - 1)
+        place = self.back - begin[destination] + destination * room
+        self._point(place.clamp(max=self.number * room - 1), self.back < self.bounds[-1])
         order = self.order if len(self.order) else self.order.new_zeros(1)  # a rank without tokens sends empty rows
-        self.order = order[(begin + places).clamp(max=len(order) - 1).flatten()]
-        self.ends = room * torch.arange(1, self.number + 1, dtype=torch.int32, device=ends.device)
+        self.order = order[(begin[:, None] + places).clamp(max=len(order) - 1).flatten()]
+        self.bounds = room * torch.arange(self.number + 1, dtype=torch.int32, device=begin.device)
         return (places >= counts).flatten()
 
-    @property
-    def _total(self) -> Tensor:
-        """How many pairs go somewhere; 0 if there is no destination."""
-        return self.ends[-1:].sum()
+    def _point(self, choices: Tensor, goes: Tensor) -> None:
+        """Note which pair each choice is, and which choices go somewhere.
 
-    def _point(self, back: Tensor, goes: Tensor, pairs: int) -> None:
-        """Note which of `pairs` pairs each choice is, and which choices go somewhere.
-
-        The others are read as the first pair of their token (of a token without pairs, as the last of all) and count
-        with 0, so that what is not finite stays in its token.
+        The others are read as the first pair of their token (of a token without pairs, as some other's) and count with
+        0, so that what is not finite stays in its token.
         """
-        choices, self.goes = back.masked_fill(~goes, pairs - 1).view(-1, self.chosen), goes
-        self.back = torch.where(goes.view_as(choices), choices, choices.amin(1, keepdim=True)).flatten()
+        by_token, self.goes = choices.view(-1, self.chosen), goes
+        self.back = torch.where(goes.view_as(by_token), by_token, by_token.amin(1, keepdim=True)).flatten()
 
     def pick(self, a: Tensor) -> Tensor:
         """Return the rows of the pairs, [m, w] -> [P, w]."""
@@ -121,8 +120,13 @@ class Pairs:
         if not of_pairs.shape[0]:
             return of_pairs.new_zeros(len(self.back) // self.chosen, of_pairs.shape[1])
         choices = self.back.view(-1, self.chosen)
-        counted = None if self.goes is None else self.goes.view(choices.shape).to(of_pairs.dtype)
-        return functional.embedding_bag(choices, of_pairs, mode="sum", per_sample_weights=counted)
+        return functional.embedding_bag(choices, of_pairs, mode="sum", per_sample_weights=self._counted(of_pairs.dtype))
+
+    def _counted(self, dtype: torch.dtype) -> Tensor | None:
+        """Return 1 for choices that go somewhere and 0 for others, [m, K]; None if all do."""
+        if self.goes is not None and dtype not in self._ones:
+            self._ones[dtype] = self.goes.view(-1, self.chosen).to(dtype)
+        return self._ones.get(dtype)
 
     def sort(self, by_token: Tensor) -> Tensor:
         """Return values of pairs by token, [m, K], in the order of the pairs, [P, 1]."""
@@ -157,20 +161,23 @@ class PackRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        a, p, _ = _unpacked(gradient, ctx.width, ctx.dtype)
-        return ctx.rows.combine(a), ctx.rows.combine(p), None, None, None
+        a, p, _ = _columns(gradient, ctx.width)
+        return ctx.rows.combine(a), ctx.rows.combine(_bits(p, ctx.dtype)), None, None, None
 
 
 class UnpackRows(torch.autograd.Function):
-    """The inverse of `PackRows`, of the rows of all ranks along ex; backward sums the gradients of each rank's rows."""
+    """The inverse of `PackRows`, of the rows of all ranks along ex; backward sums the gradients of each rank's rows.
+
+    Ids stay as they are written.
+    """
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, dispatch: Dispatch, width: int, dtype: torch.dtype) -> Any:
         ctx.dispatch = dispatch
-        a, p, bits = _unpacked(dispatch.join(packed), width, dtype)
-        ids = bits.view(WHOLE_NUMBERS[p.itemsize]).long() - 1
-        ctx.mark_non_differentiable(ids)
-        return a.contiguous(), p, ids
+        a, p, ids = _columns(dispatch.join(packed), width)
+        written = _bits(ids, WHOLE_NUMBERS[dtype.itemsize])
+        ctx.mark_non_differentiable(written)
+        return a.contiguous(), _bits(p, dtype), written
 
     @staticmethod
     @once_differentiable
@@ -181,12 +188,17 @@ class UnpackRows(torch.autograd.Function):
         return torch.cat([a, bits, torch.zeros_like(bits)], dim=1), None, None, None
 
 
-def _unpacked(packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, p and the bits of ids of packed rows."""
-    a, *both = packed.tensor_split([width, (width + packed.shape[1]) // 2], dim=1)
+def _columns(packed: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, the bits of p, and those of ids."""
+    beside = (packed.shape[1] - width) // 2
+    a, p, ids = packed.split([width, beside, beside], dim=1)
+    return a, p, ids
+
+
+def _bits(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what these columns are the bits of."""
     # copied in any case: a part of a single row counts as contiguous, and may begin at an odd place
-    p, bits = (each.clone(memory_format=torch.contiguous_format).view(dtype) for each in both)
-    return a, p, bits
+    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 class ArrivedTokens(NamedTuple):
@@ -232,7 +244,9 @@ class Dispatch:
         """
         if self.stays:
             return lambda: ArrivedTokens(a, scores, Pairs(ids, self.routing.experts))
-        destinations = (ids // len(self.shares[0])).masked_fill_(ids >= self.routing.experts, self.ranks)
+        destinations = ids // len(self.shares[0])
+        if self.ranks * len(self.shares[0]) > self.routing.experts:  # else the rank behind the last one is found
+            destinations.masked_fill_(ids >= self.routing.experts, self.ranks)
         rows = self.rows = Pairs(_once(destinations, self.ranks), self.ranks)
         counting = None if self.limit else self._launch_counts(destinations)
         yield  # the other half computes while the counts travel
@@ -250,12 +264,11 @@ class Dispatch:
             arriving = self.site.launch(packed, self._to_experts, self._from_experts)
 
         def land() -> ArrivedTokens:
-            found, p, ids = UnpackRows.apply(arriving.wait(), self, a.shape[1], scores.dtype)
-            first, own = self.experts.start, len(self.experts)
-            elsewhere = (ids < first) | (ids >= first + own)
-            return ArrivedTokens(
-                found, p, Pairs((ids - first).masked_fill_(elsewhere, own), own).keep(self.counts.pairs)
-            )
+            found, p, written = UnpackRows.apply(arriving.wait(), self, a.shape[1], scores.dtype)
+            own = len(self.experts)
+            # numbers of experts of this rank, from 0; those before them become large
+            here = (written - (self.experts.start + 1)).remainder_(self.routing.experts + 2).clamp_(max=own)
+            return ArrivedTokens(found, p, Pairs(here, own).keep(self.counts.pairs))
 
         return land
 
@@ -273,9 +286,9 @@ class Dispatch:
 
     def _launch_counts(self, destinations: Tensor) -> Callable[[], RowCounts]:
         """Launch the all-to-all of rows and pairs for each rank; return what waits for it."""
-        pairs, flat = destinations.new_zeros(self.ranks + 1), destinations.flatten()
-        pairs.scatter_add_(0, flat, torch.ones_like(flat))
-        counts = torch.stack([self.rows.counts, pairs[:-1]], dim=1)
+        flat = destinations.flatten()
+        pairs = flat.new_zeros(self.ranks + 1).scatter_add_(0, flat, torch.ones_like(flat))
+        counts = torch.stack([self.rows.counts.long(), pairs[:-1]], dim=1)
         arriving, each, over_ex = Pending(lambda: counts), [1] * self.ranks, self.grid.size("ex") > 1
         if self.ranks > 1:
             arriving = comm.all_to_all(counts, self.grid, "expert", each, each, label=self.label)
@@ -357,6 +370,8 @@ class Dispatch:
 
 def _once(destinations: Tensor, ranks: int) -> Tensor:
     """Return the destinations of each token, [m, K], with `ranks` in place of those that an earlier choice has."""
+    if destinations.shape[1] == 1:
+        return destinations
     again = destinations[:, :, None] == destinations[:, None, :]
     return destinations.masked_fill(again.tril(-1).any(-1), ranks)
 

@@ -90,17 +90,12 @@ class ExpertFactor:
 
     def multiply(self, a: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return E1: the outputs of all weights side by side."""
-        first = self._of_pairs(a, "input")
-        outs = [kernels.grouped(first, w.transpose(1, 2), self.pairs.ends) for w in weights]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-        return self._of_tokens(out, "output")
+        factors = [w.transpose(1, 2) for w in weights]
+        return self._of_tokens(kernels.grouped(self._of_pairs(a, "input"), factors, self.pairs.groups), "output")
 
     def multiply_back(self, dout: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return E2, the gradient of the input."""
-        parts = self._of_pairs(dout, "output").split([w.shape[1] for w in weights], dim=1)
-        da = kernels.grouped(parts[0].contiguous(), weights[0], self.pairs.ends)
-        for part, w in zip(parts[1:], weights[1:], strict=True):
-            da += kernels.grouped(part.contiguous(), w, self.pairs.ends)
+        da = kernels.grouped_sum(self._of_pairs(dout, "output"), weights, self.pairs.groups)
         return self._of_tokens(da, "input")
 
     def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int, during: ForwardPass) -> None:
@@ -111,7 +106,7 @@ class ExpertFactor:
         for member, part in zip(self.group.members, parts, strict=True):
             if member.parameter.requires_grad:
                 with self.multiplying("E3"):
-                    found.append(kernels.grouped_weights(part.contiguous(), first, self.pairs.ends))
+                    found.append(kernels.grouped_weights(part, first, self.pairs.groups))
             else:
                 found.append(None)
         add_gradients(self.group, found, turns, during)

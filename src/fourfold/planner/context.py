@@ -11,8 +11,7 @@ from fourfold.axes import CONTEXT
 from fourfold.engine import Turns
 from fourfold.ledger import Collective
 from fourfold.planner.program import NOTHING_SENT, AttentionOp, ElementwiseOp, PlannedWait, Rehearsal
-from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.structure import ContextForm
+from fourfold.planner.sizes import ContextForm, LocalSizes
 
 
 class ContextProgram:

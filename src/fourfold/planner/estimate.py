@@ -33,9 +33,8 @@ from fourfold.planner.pipe import CHUNKS, head_in_layers, rough_stages
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
 from fourfold.planner.size_names import SizeMatrix, Term
-from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.sizes import LocalSizes, Structure, structure_of_ends, structure_of_kind, structure_of_layers
 from fourfold.planner.step_program import ends_program, layers_program
-from fourfold.planner.structure import Structure, structure_of_ends, structure_of_kind, structure_of_layers
 from fourfold.policy import Policy, Recompute
 from fourfold.shape import Shape
 

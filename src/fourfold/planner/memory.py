@@ -30,9 +30,8 @@ from fourfold.models.config import ModelConfig, unit_of
 from fourfold.planner.parameters import kinds_of_layers
 from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
 from fourfold.planner.size_names import SizeMatrix, Term
-from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.sizes import LocalSizes, Structure, structure_of_ends, structure_of_kind, structure_of_layers
 from fourfold.planner.step_program import ends_program, layers_program, part_of, recompute_of
-from fourfold.planner.structure import Structure, structure_of_ends, structure_of_kind, structure_of_layers
 from fourfold.planner.transformer import ModelPart, whole_model
 from fourfold.policy import Policy, Recompute
 from fourfold.schedule.action import Schedule

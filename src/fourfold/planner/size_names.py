@@ -18,8 +18,7 @@ from fourfold.axes import CONTEXT
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig
 from fourfold.planner.parameters import in_first_layer
-from fourfold.planner.sizes import LocalSizes
-from fourfold.planner.structure import Structure
+from fourfold.planner.sizes import LocalSizes, Structure
 from fourfold.policy import Policy
 
 

@@ -25,8 +25,15 @@ from fourfold.planner.program import (
     WeightOrder,
 )
 from fourfold.planner.size_names import SizeNames
-from fourfold.planner.sizes import ID_NBYTES, STATISTIC_NBYTES, LocalSizes, sum_over_batch
-from fourfold.planner.structure import Structure, structure_of_layers, structure_of_names
+from fourfold.planner.sizes import (
+    ID_NBYTES,
+    STATISTIC_NBYTES,
+    LocalSizes,
+    Structure,
+    structure_of_layers,
+    structure_of_names,
+    sum_over_batch,
+)
 from fourfold.planner.transformer import ModelPart, PlannedInputs, TransformerProgram, whole_model
 from fourfold.policy import Policy, Recompute
 from fourfold.schedule.action import Action, PipeMessage, Schedule
