@@ -86,9 +86,9 @@ def steps(shape: Shape, policies: list[Policy], micro_steps: int) -> list[tuple[
 WAVE = Stages.even(LAYERS, 2, 2, "wave")
 TWO = Overlap(halves=2)
 GRIDS: list[tuple[Shape, dict[str, Any]]] = [
+    (Shape(z=2, context=2), {}),
     (Shape(x=2, z=2), dict(overlap=TWO)),
     (Shape(y=2, data=2), dict(mlp_chunk=5, loss_chunk=6, shard_optimizer=True)),
-    (Shape(z=2, context=2), {}),
     (Shape(pipe=2), dict(schedule="gpipe")),
     (Shape(pipe=2), dict(schedule="zb-h1", overlap=TWO)),
     (Shape(pipe=2), dict(schedule="zb-v", stages=WAVE)),

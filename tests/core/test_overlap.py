@@ -141,7 +141,7 @@ def test_two_halves_agree_with_one(ranks, shape, name, options) -> None:
 @pytest.mark.parametrize(
     ("shape", "name", "options"),
     [
-        (Shape(x=2, z=2), "llama", {"recompute": "block", "mlp_chunk": 2}),
+        pytest.param(Shape(x=2, z=2), "llama", {"recompute": "block", "mlp_chunk": 2}, marks=pytest.mark.slow),
         (Shape(x=2, y=2), "gpt", {"loss_chunk": 4, "keep_gathered": True}),
         (Shape(x=4), "llama", {"activations": "replicated", "loss_chunk": 2}),
         (Shape(x=2, pipe=2), "llama", {"recompute": "block", "schedule": "zb-h1"}),

@@ -63,7 +63,7 @@ STEPS: list[tuple[Shape, dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", others_slow(["softmax", "sigmoid"], 2))
 def test_the_losses_of_routers_have_the_gradients_of_their_definition(ranks, score: str) -> None:
     config = mixture(aux=0.5, z_loss=0.1, score=score, tied=False)
     loss, gradients = expected(config)
@@ -76,7 +76,7 @@ def test_the_losses_of_routers_have_the_gradients_of_their_definition(ranks, sco
             assert [sum(layer) for layer in load] == [8 * 12 * config.top_k] * 2
 
 
-@pytest.mark.parametrize("shape", [Shape(z=2, context=2), Shape(x=2, data=2, context=2)], ids=str)
+@pytest.mark.parametrize("shape", others_slow([Shape(z=2, context=2), Shape(x=2, data=2, context=2)], 2), ids=str)
 def test_a_mixture_runs_on_parts_of_sequences(ranks, shape: Shape) -> None:
     config = mixture(shared_hidden=24, dense_layers=1)
     loss, gradients, _ = step_on(Shape(), {}, 1, config)
@@ -104,7 +104,7 @@ def test_scores_that_are_not_normalized_stay_as_they_are() -> None:
 def test_pairs_are_sorted_by_expert_and_come_back() -> None:
     pairs = Pairs(torch.tensor([[2, 0], [1, 0], [2, 1]]), 4)
     assert pairs.tokens.tolist() == [0, 1, 1, 2, 0, 2]  # experts 0 0 1 1 2 2
-    assert pairs.ends.tolist() == [2, 4, 6, 6]  # nobody chose expert 3
+    assert pairs.groups.ends.tolist() == [2, 4, 6, 6]  # nobody chose expert 3
     rows = torch.arange(3.0)[:, None]
     assert pairs.combine(pairs.pick(rows)).tolist() == [[0.0], [2.0], [4.0]]
 
@@ -125,6 +125,7 @@ def test_published_sizes_have_their_parameters() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == model.config.parameters
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_mixture_loads_on_other_grids(ranks, tmp_path: Path) -> None:
     saved = ranks(4).run(checkpoints.trained, tmp_path, "moe-tiny", Shape(x=2, z=2), False, 4, 3)[0]
     folder = next(path for path in sorted(tmp_path.iterdir()) if path.is_dir())

@@ -186,7 +186,7 @@ def name_of(case: tuple[Shape, dict[str, Any], int, bool]) -> str:
     return f"{shape}, {'+'.join(policy) or 'plain'}, {micro_steps} micro-steps{', packed' if packed else ''}"
 
 
-@pytest.mark.parametrize("case", others_slow(CASES, 4), ids=name_of)
+@pytest.mark.parametrize("case", others_slow(CASES, len(CASES)), ids=name_of)
 @pytest.mark.parametrize("config", [EVERYTHING, PREVIOUS], ids=["everything", "previous"])
 def test_a_grid_routes_as_one_process(ranks, case: Any, config: ff.models.ModelConfig) -> None:
     shape, policy, micro_steps, packed = case

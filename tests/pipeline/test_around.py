@@ -98,7 +98,7 @@ def logits_and_text(case: Case) -> dict[str, Any]:
     return {"logits": logits, "text": text, "places": tokens}
 
 
-@pytest.mark.parametrize("case", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("case", others_slow(SHAPES[:2], 2), ids=str)
 def test_logits_and_generated_tokens_are_those_of_one_process(ranks, case: Case) -> None:
     alone = Case(Shape())
     one = ranks(1).run(logits_and_text, alone)[0]

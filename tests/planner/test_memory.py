@@ -26,9 +26,8 @@ from fourfold.params import local_of
 from fourfold.planner.memory import Memory, kept_for_backward, peak_memory, peak_memory_of_pipe
 from fourfold.planner.program import AllocOp, MemoryOp
 from fourfold.planner.size_names import SizeMatrix, Term
-from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.sizes import LocalSizes, structure_of_names
 from fourfold.planner.step_program import ends_program, layers_program
-from fourfold.planner.structure import structure_of_names
 from fourfold.planner.trace import dry_run
 from fourfold.policy import Overlap, Policy, Recompute
 from fourfold.schedule.stages import Stages

@@ -113,7 +113,7 @@ def on_ranks(case: Case) -> list[tuple[object, ...]]:
     return [dataclasses.astuple(record) for record in records]
 
 
-@pytest.mark.parametrize("case", others_slow(CASES, 7), ids=str)
+@pytest.mark.parametrize("case", others_slow(CASES, 14), ids=str)
 def test_the_ledger_of_every_rank_is_the_program(ranks, case: Case) -> None:
     pool = ranks(case.shape.world)
     pool.start(on_ranks, case)

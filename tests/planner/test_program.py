@@ -237,7 +237,9 @@ DOCUMENTS = 9, 7, 16, 1, 1, 1, 13, 3, 3, 10
 """The lengths of documents in four rows."""
 
 
-@pytest.mark.parametrize(("way", "halves"), [("auto", 1), ("ulysses:2+exchange", 2)])
+@pytest.mark.parametrize(
+    ("way", "halves"), [pytest.param("auto", 1, marks=pytest.mark.slow), ("ulysses:2+exchange", 2)]
+)
 def test_program_with_documents_is_what_the_code_does_on_every_member(alone, way: str, halves: int) -> None:
     policy = Policy(context_way=way, assignment="documents", overlap=Overlap(halves=halves))
     alone(compare_members, Shape(z=2, data=2, context=4), policy)

@@ -51,6 +51,7 @@ def test_curves_are_those_of_one_process(ranks: Any, folder: Path, case: Case) -
     assert found[str(case)].largest < 1e-9
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_grid_with_its_counts(ranks: Any, folder: Path, tmp_path: Path) -> None:
     """Every token of a step is counted K times in every block, on every grid; the held-out ones are not."""
     run, changes = tmp_path / "run", {"optimizer.schedule": "constant", "optimizer.warmup": 0}

@@ -126,7 +126,7 @@ def whole(folder: Path) -> Path:
     return folder / "whole"
 
 
-@pytest.mark.parametrize("shape", [SAVED_ON, pytest.param(Shape(pipe=4), marks=pytest.mark.slow), Shape(z=2)], ids=str)
+@pytest.mark.parametrize("shape", others_slow([SAVED_ON, Shape(pipe=4), Shape(z=2)], 3), ids=str)
 def test_a_run_resumes_bit_for_bit_on_its_grid_and_goes_on_on_others(
     ranks: Any, folder: Path, whole: Path, shape: Shape
 ) -> None:
@@ -143,6 +143,7 @@ def test_a_run_resumes_bit_for_bit_on_its_grid_and_goes_on_on_others(
     assert (again / "pipeline" / "rank-1.json").exists() is (shape.pipe > 1)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_compared_with_one_process(ranks: Any, folder: Path) -> None:
     """By `--compare-serial`, which builds the model of the config on one rank too."""
     config = config_of("gpt-tiny", "fp64", 1, folder, Shape(pipe=2), {**FOUR, "pipeline.schedule": "zb-h1"})

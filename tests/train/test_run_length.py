@@ -43,6 +43,7 @@ def steps_of(data: str, times: float) -> int:
     return ceil(times * cut_windows("data", TokenFile(Path(data)).tokens, 12, 0.1).train / 4)
 
 
+@pytest.mark.slow
 def test_epochs_become_steps_of_the_data(one: Ranks, tokens: str, tmp_path: Path) -> None:
     """Half an epoch first; a resumed run may have more of them, and steps of the command line end them."""
     folder, half, most = tmp_path / "run", steps_of(tokens, 0.5), steps_of(tokens, 0.6)

@@ -76,6 +76,7 @@ def test_a_delayed_rank_says_where_it_stands(said: dict[str, str]) -> None:
     assert "time.sleep(60)" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", ["skip"], indirect=True)
 def test_a_rank_that_skips_a_collective_is_named(said: dict[str, str]) -> None:
     """From then on it is one behind along z: the same collective of the next step stands where this one should."""

@@ -262,6 +262,7 @@ def compare(results: list[list[dict[str, Any]]], cases: list[Case], tolerance: f
             assert result["sent"] > 0, case
 
 
+@pytest.mark.slow
 def test_some_models_as_people_write_them(ranks) -> None:
     cases = [Case(name) for name in [*MODELS][::8]]
     compare(ranks(GRIDS[0].world).run(steps, GRIDS[0], cases), cases)
