@@ -76,6 +76,7 @@ def test_factors_slow_down_products_and_attention_alone() -> None:
     assert set(FSDP_FITTED) == set(MACHINES.values())
 
 
+@pytest.mark.slow
 def test_the_fit_finds_factors_that_were_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
     true, some = FsdpFit(1.3, 1.8), [run for run in RUNS if run.fitted and run.model == "MPT-350m"]
     made_up = [replace(run, seconds=replay_run(run, true).seconds) for run in some]

@@ -32,6 +32,7 @@ from fourfold.models import ModelConfig
 from fourfold.models.hugging_face import read_config_json
 from fourfold.train.config import read_config
 from harness import DEVICE
+from share import others_slow
 
 LLAMA = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
@@ -197,7 +198,7 @@ def test_an_imported_model_has_them_on_four_ranks(ranks, tmp_path: Path, name: s
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", others_slow(MIXTURES, 2))
 def test_an_imported_mixture_has_them_on_grids(ranks, tmp_path: Path, name: str) -> None:
     source, expected = saved(tmp_path / "theirs", name)
     import_model(source, tmp_path / "run")

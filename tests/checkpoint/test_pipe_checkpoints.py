@@ -127,11 +127,8 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "one", "other"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if place else []) for place, case in enumerate(PAIRS)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "one", "other"), PAIRS, ids=str)
 def test_any_grid_loads_what_any_other_has_saved(ranks, tmp_path: Path, kind: Kind, one: Side, other: Side) -> None:
     """Also the grid that saved, and one process; the same grid goes on bit for bit."""
     pool = ranks(one.shape.world)

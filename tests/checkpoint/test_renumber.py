@@ -17,7 +17,6 @@ from fourfold.optim import AdamW
 from fourfold.shape import Shape
 from harness import grid_of
 from mixtures import batch, mixture
-from share import others_slow
 
 CONFIG = mixture(
     layers=3, experts=8, top_k=3, dense_layers=1, shared_hidden=24, bias_rate=0.05, aux=0.1,
@@ -71,7 +70,8 @@ GRIDS = [
 ]
 
 
-@pytest.mark.parametrize("grids", others_slow(GRIDS, 4), ids=lambda grids: "-".join(map(str, grids)))
+@pytest.mark.slow
+@pytest.mark.parametrize("grids", GRIDS, ids=lambda grids: "-".join(map(str, grids)))
 def test_a_renumbered_checkpoint_trains_as_the_original(ranks: Any, grids: tuple[Shape, Shape], tmp_path: Path) -> None:
     before, after = grids
     original, copy = tmp_path / "original", tmp_path / "copy"

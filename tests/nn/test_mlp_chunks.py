@@ -89,7 +89,7 @@ SHAPES = [
 ]
 
 
-QUICK = (3, 5, 6)
+QUICK = (3, 6)
 """The places of grids that run here with some policies; the slow tests run all of both."""
 
 

@@ -187,7 +187,7 @@ def name_of(case: tuple[Shape, dict[str, Any], int, bool]) -> str:
 
 
 @pytest.mark.parametrize("case", others_slow(CASES, len(CASES)), ids=name_of)
-@pytest.mark.parametrize("config", [EVERYTHING, PREVIOUS], ids=["everything", "previous"])
+@pytest.mark.parametrize("config", others_slow([EVERYTHING, PREVIOUS], 2), ids=["everything", "previous"])
 def test_a_grid_routes_as_one_process(ranks, case: Any, config: ff.models.ModelConfig) -> None:
     shape, policy, micro_steps, packed = case
     pool = ranks(shape.world)

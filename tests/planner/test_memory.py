@@ -221,6 +221,7 @@ CASES += [
     Case(WITH_MLP, Shape(x=2, y=2), bf16(), 8, 1024),
     Case(WITH_MLP, Shape(z=4), bf16(), 1, 256),
     Case(BEFORE, Shape(x=2, z=2), bf16(), 8, 1024),
+    Case(MANY_EXPERTS, Shape(x=2, z=2), bf16(router_dtype=torch.float64), 8, 1024),
     # folded grids
     Case(MIXTRAL, Shape(z=4, expert=4), bf16(), 8, 1024),
     Case(MIXTRAL, Shape(z=4, expert=2, ez=2), bf16(recompute="block"), 8, 1024),
@@ -228,6 +229,7 @@ CASES += [
     Case(MIXTRAL, Shape(z=2, data=2, expert=2), bf16(shard_optimizer=True), 2, 512),
     Case(MANY_EXPERTS, Shape(z=8, expert=4, ez=2), bf16(keep_weights=True), 8, 1024),
     Case(MANY_EXPERTS, Shape(x=2, y=2, z=2, expert=4), bf16(), 8, 1024),
+    Case(MANY_EXPERTS, Shape(z=4, expert=4), bf16(router_dtype=torch.float64), 8, 1024),
     Case(WITH_MLP, Shape(x=2, y=2, z=2, expert=4), bf16(activations="replicated"), 8, 1024),
     Case(BEFORE, Shape(z=4, expert=4), bf16(), 8, 1024),
 ]

@@ -219,6 +219,11 @@ def test_program_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, in
     alone(compare, *case)
 
 
+@pytest.mark.parametrize("shape", [Shape(x=2, y=2, z=2), Shape(x=2, y=2, z=2, expert=2, ex=2)], ids=str)
+def test_program_of_routers_in_fp64_is_what_the_code_does(alone, shape: Shape) -> None:
+    alone(compare, "moe with an MLP", shape, Policy(compute_dtype=torch.bfloat16, router_dtype=torch.float64), 1)
+
+
 def test_program_of_padded_experts_is_what_the_code_does(alone) -> None:
     alone(compare, "moe with capacity", Shape(x=2, z=2, ex=2, expert=2), Policy(pad_experts=True), 1)
 

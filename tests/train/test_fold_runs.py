@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("case", others_slow(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", others_slow(CASES, 4), ids=str)
 def test_curves_are_those_of_one_process(ranks: Any, folder: Path, case: Case) -> None:
     found = check(ranks, "moe-tiny", "fp64", STEPS, folder, cases=[case], changes={"train.evaluate_every": 2})
     assert found[str(case)].largest < 1e-9

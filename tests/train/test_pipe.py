@@ -84,6 +84,7 @@ def recorded(config: TrainConfig, folder: Path) -> list[tuple[Any, ...]]:
     return list(run.language_model.schedule.orders[run.grid.coords["pipe"]])
 
 
+@pytest.mark.slow
 def test_the_schedule_of_a_plan_is_the_one_of_folder_runtime_and_page(ranks: Any, folder: Path) -> None:
     """Law 6: the times of a step are those of the actions of the schedule, in its order, on every pipe rank."""
     out = folder / "run"

@@ -222,7 +222,7 @@ class MixtureProgram:
         half, host, label = self.half, self.host, f"{self.prefix}.router"
         host.compute(ElementwiseOp(f"cast {self.prefix}", half.router_cast_nbytes))
         tensors = BackwardBytes(dout=half.router_nbytes, da=half.wide_rest_nbytes, kept=half.kept_router_nbytes)
-        weights = WeightGroup(label, (f"{label}.weight",), wide=True)
+        weights = WeightGroup(label, (f"{label}.weight",), router=True)
         host.product(weights, half.m_rest, half.k, half.experts, list, tensors)
         host.communicate(lambda: half.message("all_reduce", "y", half.router_nbytes, self.prefix))
         host.compute(ElementwiseOp(f"choose {self.prefix}", half.choosing_nbytes))

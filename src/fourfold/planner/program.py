@@ -245,8 +245,8 @@ class WeightGroup(NamedTuple):
     names: tuple[str, ...]
     again: bool = False
     """Whether this is the second gather, for backward, which is left out if the weights were kept."""
-    wide: bool = False
-    """Whether the weights are used in fp32 at least, as those of a router are."""
+    router: bool = False
+    """Whether they are the weight of a router, which is used in a dtype of its own (`Policy.router_dtype`)."""
 
 
 class WeightOrder(NamedTuple):
@@ -495,7 +495,7 @@ class Rehearsal:
             key = *key, weights.again  # a rehearsal of names tells apart what is left out if weights are kept
         gathering = self._gatherings.get(key)
         if gathering is None:
-            travels, item = self.structure.gathers_over(weights.names), self.structure.itemsize_of(weights.wide)
+            travels, item = self.structure.gathers_over(weights.names), self.structure.itemsize_of(weights.router)
             # with names nothing is gathered ahead, so the engine compares no bytes: any number but 0 will do
             nbytes = 1 if self._names else self.sizes.most_elements(weights.names) * item
             gathering = self._gatherings[key] = PlannedGather(self, weights, key, nbytes if travels else 0)
@@ -527,15 +527,15 @@ class Rehearsal:
             self.read_shards(weights)
             if not self.silent:
                 count = sizes.message_elements_again if weights.again else sizes.message_elements
-                nbytes += count(weights.names) * structure.itemsize_of(weights.wide)
+                nbytes += count(weights.names) * structure.itemsize_of(weights.router)
         label = joint_label([weights.label for weights in together])
         axis = structure.gathered_over(together[0].names)
         gathering = self.launch(lambda: sizes.message("all_gather", axis, nbytes, label))
         if self.memory and not self.silent:
             for weights in together:
-                if structure.copies(weights.names, weights.wide):
+                if structure.copies(weights.names, weights.router):
                     whole = sizes.elements_again if weights.again else sizes.elements
-                    self.allocate(whole(weights.names) * structure.itemsize_of(weights.wide), "weights")
+                    self.allocate(whole(weights.names) * structure.itemsize_of(weights.router), "weights")
         return gathering
 
     def read_shards(self, weights: WeightGroup) -> None:
@@ -546,7 +546,7 @@ class Rehearsal:
         names, structure = weights.names, self.structure
         if self.gradients is not None:  # a sharded optimizer may still be gathering them from other replicas
             self.gradients.need(names)
-        item = structure.itemsize_of(weights.wide)
+        item = structure.itemsize_of(weights.router)
         casts, kept = item != self.sizes.dtype.itemsize, structure.policy.keep_casts and self.cast.issuperset(names)
         if casts and not self.silent and not kept:
             self.cast.update(names)
@@ -555,11 +555,11 @@ class Rehearsal:
 
     def release(self, weights: WeightGroup, *, kept: bool) -> tuple[()]:
         """Free gathered or cast weights, except those that a product keeps until backward if `kept` is set."""
-        if self.memory and self.structure.copies(weights.names, weights.wide):
+        if self.memory and self.structure.copies(weights.names, weights.router):
             sizes, names = self.sizes, weights.names
             elements = sizes.elements_again(names) if weights.again else sizes.elements(names)
             released = elements - sizes.kept_elements(names) if kept else elements
-            self.free(released * self.structure.itemsize_of(weights.wide), "weights")
+            self.free(released * self.structure.itemsize_of(weights.router), "weights")
         return ()
 
     def expect_gradients(self, weights: WeightGroup) -> None:
@@ -656,7 +656,7 @@ class Rehearsal:
                 self.engine.wgrad_queue.add(lambda: gradients(reading))
                 return
             self.enter_part("regather")
-            again = WeightGroup(label, self.structure.matrices(weights.names), True, weights.wide)
+            again = WeightGroup(label, self.structure.matrices(weights.names), True, weights.router)
             with self.using(again, "weights", turn.of):
                 self.enter_part("backward")
                 self.allocate(tensors.da)
@@ -664,7 +664,7 @@ class Rehearsal:
                 # inside the block, because the runtime holds the weights until backward of the product returns
                 self.engine.wgrad_queue.add(lambda: gradients(reading))
             if self.memory and turn.index == 0:  # backward runs the first half last; it frees what all halves kept
-                item = self.structure.itemsize_of(weights.wide)
+                item = self.structure.itemsize_of(weights.router)
                 self.free(self.sizes.kept_elements(weights.names) * item, "weights")
 
         self.on_backward(backward)

@@ -123,13 +123,15 @@ class Structure:
         # bytes of one statistic of a norm, of attention or of the loss: fp32 or wider
         self.wide_itemsize = max(4, self.compute_itemsize)
         self.wide = self.wide_itemsize // self.compute_itemsize  # a tensor is larger by this factor in that dtype
+        self.router_itemsize = max(self.compute_itemsize, policy.router_dtype.itemsize)
         self.casts = self.compute_itemsize != self.dtype.itemsize  # weights are cast before they are used
         self.keeps_casts = self.casts and policy.keep_casts  # cast shards exist all the time
         # weights in use have memory of their own
         self.copies_weights = self.gathers_weights or (self.casts and not self.keeps_casts)
         self.keeps_weights = policy.keeps_for_backward and self.copies_weights  # products keep them until backward
         self.copies_experts = self.gathers_experts or (self.casts and not self.keeps_casts)
-        self.copies_wide = self.gathers_weights or (self.wide_itemsize != self.dtype.itemsize and not policy.keep_casts)
+        casts_router = self.router_itemsize != self.dtype.itemsize
+        self.copies_router = self.gathers_weights or (casts_router and not policy.keep_casts)
         # Contract layers keep an input that was gathered over y
         self.keeps_collected = policy.keep_gathered and self.cuts_inner
         self.chunked = bool(policy.loss_chunk)  # head and loss run in chunks of tokens
@@ -141,15 +143,15 @@ class Structure:
     def __hash__(self) -> int:
         return self._hash
 
-    def itemsize_of(self, wide: bool) -> int:
-        """Return the bytes of an element of weights in use, of those that are used in fp32 at least if `wide`."""
-        return self.wide_itemsize if wide else self.compute_itemsize
+    def itemsize_of(self, router: bool) -> int:
+        """Return the bytes of an element of weights in use: those of a router, or others."""
+        return self.router_itemsize if router else self.compute_itemsize
 
-    def copies(self, names: tuple[str, ...], wide: bool) -> bool:
-        """Return whether these weights in use have memory of their own; `wide` as in `itemsize_of`."""
+    def copies(self, names: tuple[str, ...], router: bool) -> bool:
+        """Return whether these weights in use have memory of their own; `router` as in `itemsize_of`."""
         if self.folded and self.gathered_over(names) != GATHERED:
             return self.copies_experts
-        return self.copies_wide if wide else self.copies_weights
+        return self.copies_router if router else self.copies_weights
 
     def gathered_over(self, names: tuple[str, ...]) -> str:
         """Return the axis over which these parameters are gathered before their use."""
@@ -390,7 +392,7 @@ class LocalSizes:
     def _size_mixture(self, inner_cut: int) -> None:
         """Set the sizes of a mixture of experts, and of the MLP beside them."""
         config, structure, x = self.config, self.structure, self.shape.x
-        wide, item, m, chosen = structure.wide_itemsize, self.item, self.m, config.top_k
+        wide, item, m, chosen = structure.router_itemsize, self.item, self.m, config.top_k
         padded = self.m_rest * x if structure.sharded else m  # tokens of a message over x
         self.experts = config.experts
         self.pairs = m * chosen  # that the experts of this rank have
@@ -398,7 +400,7 @@ class LocalSizes:
         if self.shape.folded:
             self._size_dispatch()
         self.expert_n = n = config.expert_hidden // (self.shape.ex if self.shape.folded else x)
-        # the router, in the dtype of statistics
+        # the router, in its own dtype
         self.wide_rest_nbytes = self.rest * wide
         self.router_nbytes = self.m_rest * config.experts * wide
         self.choice_nbytes = padded * 2 * chosen * wide  # scores and ids
@@ -459,7 +461,7 @@ class LocalSizes:
         self.sent_pairs, self.arrived_pairs = tokens * config.top_k, joined * config.top_k if structure.sends else 0
         self.pairs = shape.ex * ranks * pairs
         self.expert_parts = max(1, min(len(own), self.pairs))
-        wide = structure.wide_itemsize
+        wide = structure.router_itemsize
         row, scores = self.k * item, config.top_k * wide
         packed = row + 2 * scores  # the bits of p and ids travel in further columns
         away = sent - stayed
