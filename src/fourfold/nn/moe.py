@@ -91,18 +91,17 @@ class ExpertFactor:
     def multiply(self, a: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return E1: the outputs of all weights side by side."""
         factors = [w.transpose(1, 2) for w in weights]
-        return self._of_tokens(kernels.grouped(self._of_pairs(a, "input"), factors, self.pairs.groups), "output")
+        return self._of_tokens(kernels.grouped(self.of_pairs(a, "input"), factors, self.pairs.groups), "output")
 
     def multiply_back(self, dout: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Return E2, the gradient of the input."""
-        da = kernels.grouped_sum(self._of_pairs(dout, "output"), weights, self.pairs.groups)
-        return self._of_tokens(da, "input")
+        """Return E2, the gradient of the input, from that of the output by pair."""
+        return self._of_tokens(kernels.grouped_sum(dout, weights, self.pairs.groups), "input")
 
     def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int, during: ForwardPass) -> None:
-        """Add E3 of one of `turns` halves."""
-        first = self._of_pairs(a.wait(), "input")
+        """Add E3 of one of `turns` halves, from the gradient of the output by pair."""
+        first = self.of_pairs(a.wait(), "input")
         width = dout.shape[1] // len(self.group.members)
-        parts, found = self._of_pairs(dout, "output").split(width, dim=1), []
+        parts, found = dout.split(width, dim=1), []
         for member, part in zip(self.group.members, parts, strict=True):
             if member.parameter.requires_grad:
                 with self.multiplying("E3"):
@@ -111,10 +110,11 @@ class ExpertFactor:
                 found.append(None)
         add_gradients(self.group, found, turns, during)
 
-    def _of_pairs(self, rows: Tensor, side: str) -> Tensor:
+    def of_pairs(self, rows: Tensor, side: Literal["input", "output"]) -> Tensor:
+        """Return rows of this side by pair."""
         return self.pairs.pick(rows) if self.per_token == side else rows
 
-    def _of_tokens(self, rows: Tensor, side: str) -> Tensor:
+    def _of_tokens(self, rows: Tensor, side: Literal["input", "output"]) -> Tensor:
         return self.pairs.combine(rows) if self.per_token == side else rows
 
 
@@ -146,7 +146,7 @@ class ExpertProduct(torch.autograd.Function):
         trained = any(member.parameter.requires_grad for member in group.members)
         # launched before E2, so that the input is gathered behind those products
         reading = ctx.reread(kept) if trained and engine.policy.wgrad_behind_messages else None
-        da = None
+        dout, da = factor.of_pairs(dout, "output"), None
         if ctx.needs_input_grad[2]:
             if weights:
                 with factor.multiplying("E2"):

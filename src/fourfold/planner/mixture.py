@@ -371,6 +371,9 @@ class PlannedExperts:
     def _run_backward(self) -> None:
         host, structure = self.host, self.host.structure
         reading = self._read() if host.policy.overlap.wgrad_behind_messages else None
+        if not self.picks:  # the gradient by pair, which E2 and E3 read
+            host.allocate(self.half.pair_stream_nbytes)
+            host.compute(self.picked)
         if self.kept:
             self._multiply_back()
             host.engine.wgrad_queue.add(lambda: self._add_gradients(reading))
@@ -381,6 +384,8 @@ class PlannedExperts:
                 self._multiply_back()
                 # inside the block, because the runtime holds the weights until backward of the product returns
                 host.engine.wgrad_queue.add(lambda: self._add_gradients(reading))
+        if not self.picks:
+            host.free(self.tensors.dout)
         if host.memory and self.turn.index == 0:  # backward runs the first half last; it frees what all halves kept
             host.free(host.sizes.kept_elements(self.weights.names) * structure.compute_itemsize, "weights")
 
@@ -396,8 +401,6 @@ class PlannedExperts:
         host, rows = self.host, self.half.pair_stream_nbytes
         if self.picks:
             host.need(2 * rows + self.half.pairs_nbytes)  # weights add up their parts, each of a copy of its columns
-        else:
-            host.compute(self.picked)
         host.allocate(self.tensors.da)
         self._multiply("E2", self.half.pairs, self.n, self.k)
         host.need(rows)  # of the tokens that one side has
@@ -408,9 +411,10 @@ class PlannedExperts:
         host, rows = self.host, self.half.pair_stream_nbytes
         (reading or self._read()).wait()
         host.need(self.tensors.joins)
-        host.allocate(rows)
-        host.compute(self.picked)  # rows of the input, or of the gradient of the output
-        host.need(self.half.pairs_nbytes if self.picks else 0)
+        if self.picks:
+            host.allocate(rows)
+            host.compute(self.picked)
+            host.need(self.half.pairs_nbytes)
         self._multiply("E3", self.n, self.half.pairs, self.k)
         structure = host.structure
         widens = (
@@ -422,5 +426,6 @@ class PlannedExperts:
         host.free(made, "weights")
         host.free(rows)
         host.free(self.tensors.reread)
-        host.free(self.tensors.dout)
+        if self.picks:
+            host.free(self.tensors.dout)
         host.free(self.tensors.kept, "activations")
