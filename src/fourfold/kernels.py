@@ -378,7 +378,7 @@ def grouped_sum(a: Tensor, factors: Sequence[Tensor], groups: RowGroups) -> Tens
     """Return the sum of a_e b_e over the factors b, each for its own columns of a: [P, sum k], [E, k, n] -> [P, n]."""
     parts = zip(a.split([b.shape[1] for b in factors], dim=1), factors, strict=True)
     if not a.is_cpu:
-        first, *others = (_product(part.contiguous(), b, groups) for part, b in parts)
+        first, *others = (_product(part, b, groups) for part, b in parts)
         for other in others:
             first += other
         return first
@@ -390,8 +390,7 @@ def grouped_sum(a: Tensor, factors: Sequence[Tensor], groups: RowGroups) -> Tens
 
 def grouped_weights(dout: Tensor, a: Tensor, groups: RowGroups) -> Tensor:
     """Return dout_e^T a_e for every expert e: dout [P, n] and a [P, k] by expert -> [E, n, k]."""
-    dout = dout if a.is_cpu else dout.contiguous()
-    if _has_grouped(a):
+    if _has_grouped(dout, a):
         return functional.grouped_mm(dout.t(), a, offs=groups.ends)
     out = a.new_empty(len(groups.ends), dout.shape[1], a.shape[1])
     for d, part, into in zip(dout.split(groups.counts), a.split(groups.counts), out, strict=True):
@@ -400,7 +399,7 @@ def grouped_weights(dout: Tensor, a: Tensor, groups: RowGroups) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, groups: RowGroups) -> Tensor:
-    if _has_grouped(a):
+    if _has_grouped(a, b):
         return functional.grouped_mm(a, b, offs=groups.ends)
     out = a.new_empty(len(a), b.shape[2])
     _multiply_into(out, a, b, groups)
@@ -416,6 +415,17 @@ def _multiply_into(out: Tensor, a: Tensor, b: Tensor, groups: RowGroups, *, add:
             torch.mm(part, factor, out=into)
 
 
-def _has_grouped(a: Tensor) -> bool:
-    """Return whether one kernel multiplies all experts; elsewhere the host must know how many rows each has."""
-    return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and len(a) > 0
+def multiplies_at_once(dtype: torch.dtype, *widths: int) -> bool:
+    """Return whether a GPU has one kernel for the products of all experts, of matrices with rows of these widths.
+
+    The kernel reads rows that begin at multiples of 16 bytes. Without it the host must know how many rows each has.
+    """
+    return dtype in (torch.bfloat16, torch.float16) and not any(width * dtype.itemsize % 16 for width in widths)
+
+
+def _has_grouped(*factors: Tensor) -> bool:
+    """Return whether the kernel takes these factors, which may be columns of wider ones."""
+    if not factors[0].is_cuda or not len(factors[0]):
+        return False
+    steps = [stride for factor in factors for stride in factor.stride()[-2:] if stride != 1]
+    return multiplies_at_once(factors[0].dtype, *(int(factor.storage_offset()) for factor in factors), *steps)

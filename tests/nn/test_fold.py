@@ -404,10 +404,10 @@ def test_the_bytes_of_dispatch_and_combine_follow_from_the_choices(ranks, shape:
         assert measured["backward"] == back * (row + choices) + out * row
 
 
-def waits_of(pad_experts: bool) -> tuple[list[str], list[str]]:
+def waits_of(pad_experts: bool, compute_dtype: torch.dtype) -> tuple[list[str], list[str]]:
     """Return the messages over expert of a forward pass, and why its layers could not be recorded."""
     grid = grid_of(Shape(z=2, expert=2))
-    policy = Policy(pad_experts=pad_experts)
+    policy = Policy(pad_experts=pad_experts, compute_dtype=compute_dtype)
     model = ff.models.build(mixture(layers=1, capacity=1.0), grid, policy=policy, dtype=torch.float64, seed=5)
     tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
     with grid.ledger.watch() as records:
@@ -416,14 +416,16 @@ def waits_of(pad_experts: bool) -> tuple[list[str], list[str]]:
 
 
 def test_padded_rows_need_no_counts(ranks) -> None:
-    (counted, why), *_ = ranks(2).run(waits_of, False)
-    (padded, nothing), *_ = ranks(2).run(waits_of, True)
+    (counted, why), *_ = ranks(2).run(waits_of, False, torch.bfloat16)
+    (padded, nothing), *_ = ranks(2).run(waits_of, True, torch.bfloat16)
+    (_, wide), *_ = ranks(2).run(waits_of, True, torch.float32)
     assert [len(counted), len(padded)] == [3, 2]
     assert "policy.pad_experts" in why[0]
     assert nothing == [""]
+    assert "bf16 or fp16" in wide[0]
     limit = -(-12 * 2 // 5)  # of a row of 12 tokens an expert takes 5 pairs, of 4 rows 20
     rows = 2 * min(4 * 12, 3 * 4 * limit)  # to two ranks of 3 and 2 experts, at most every token
-    assert padded == [str(rows * (24 + 2 * 2) * 8), str(rows * 24 * 8)]
+    assert padded == [str(rows * (24 * 2 + 2 * 2 * 4)), str(rows * 24 * 2)]
 
 
 def penalized(shape: Shape, only_first: bool) -> dict[str, torch.Tensor]:

@@ -223,6 +223,8 @@ class GatedExperts(Layer):
 
     width: int
     """The hidden units of an expert on this rank, before they are cut over y."""
+    columns: int
+    """The features of the stream on this rank."""
 
     def __init__(self, grid: Grid, policy: Policy) -> None:
         super().__init__(grid, policy)
@@ -233,7 +235,7 @@ class GatedExperts(Layer):
 
     def declare_experts(self, experts: int, features: int, hidden: int, init: Init, out_init: Init) -> None:
         """Declare the weights gate, up and down."""
-        self.width = hidden // self.grid.size(self.across)
+        self.width, self.columns = hidden // self.grid.size(self.across), features // self.grid.size("y")
         expands, contracts = (EXPANDS_ON_FOLD, CONTRACTS_ON_FOLD) if self.folded else (EXPANDS, CONTRACTS)
         product = PRODUCT_ON_FOLD if self.folded else PRODUCT
         for name in ("gate", "up"):
@@ -250,6 +252,16 @@ class GatedExperts(Layer):
         out = multiply_experts(self, ("gate", "up"), a, pairs, "input", again)
         hidden, again = yield from self._hidden(out, pairs.sort(scores), site)
         return multiply_experts(self, ("down",), hidden, pairs, "output", again)
+
+    @property
+    def not_recordable(self) -> str:
+        """Why a CUDA graph cannot contain the layer; empty if it can."""
+        if kernels.multiplies_at_once(self.group("gate", "up").compute_dtype, self.width, self.columns):
+            return ""
+        return (
+            "the host must know how many tokens go to each expert, unless one kernel multiplies all of them: it needs "
+            f"bf16 or fp16, and features ({self.columns}) and hidden units ({self.width}) of a rank in multiples of 8"
+        )
 
     def rereads(self, site: OpContext, *, travels: bool) -> bool:
         """Return whether backward gathers an input again, of which it keeps the part that this rank holds at rest."""
@@ -401,9 +413,8 @@ class MoE(GatedExperts):
 
     @property
     def not_recordable(self) -> str:
-        """Why a CUDA graph cannot contain the layer; empty if it can."""
         if not self.folded or self.policy.pad_experts or stays(self.grid):
-            return ""
+            return super().not_recordable
         return (
             "the host must know how many tokens go to each expert; policy.pad_experts=True sends as many rows as the "
             "capacity of a model allows, without counts"

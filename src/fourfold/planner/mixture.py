@@ -400,7 +400,7 @@ class PlannedExperts:
     def _multiply_back(self) -> None:
         host, rows = self.host, self.half.pair_stream_nbytes
         if self.picks:
-            host.need(2 * rows + self.half.pairs_nbytes)  # weights add up their parts, each of a copy of its columns
+            host.need(2 * rows)  # weights add up their parts
         host.allocate(self.tensors.da)
         self._multiply("E2", self.half.pairs, self.n, self.k)
         host.need(rows)  # of the tokens that one side has
@@ -414,7 +414,6 @@ class PlannedExperts:
         if self.picks:
             host.allocate(rows)
             host.compute(self.picked)
-            host.need(self.half.pairs_nbytes)
         self._multiply("E3", self.n, self.half.pairs, self.k)
         structure = host.structure
         widens = (
