@@ -358,6 +358,28 @@ def test_ranks_without_experts_and_without_tokens_have_no_pairs() -> None:
     assert no_token.combine(sent).shape == (0, 4)
 
 
+def test_a_token_without_pairs_gets_nothing_from_one_that_is_not_finite() -> None:
+    infinite = torch.tensor([[1.0], [2.0], [float("inf")], [4.0]])
+    for room in (None, 2):
+        pairs = Pairs(torch.tensor([[0, 1], [2, 2], [1, 0], [2, 2]]), 2)
+        if room is None:
+            pairs.keep(4)
+        else:
+            assert not pairs.pad(room).any()
+        assert pairs.combine(pairs.pick(infinite)).flatten().tolist() == [2, 0, float("inf"), 0]
+        scores = torch.ones(4, 2, requires_grad=True)
+        (pairs.sort(scores) * pairs.pick(infinite)).sum().backward()
+        assert scores.grad is not None
+        assert scores.grad.tolist() == [[1, 1], [0, 0], [float("inf")] * 2, [0, 0]]
+
+
+def test_pairs_beyond_the_expected_ones_are_left_out() -> None:
+    """As on a muted grid, where counts are expected and choices are whatever memory held."""
+    pairs = Pairs(torch.tensor([[0, 1], [0, 2], [1, 0]]), 3).keep(4)
+    assert pairs.groups.counts == [3, 1, 0]
+    assert pairs.pick(torch.eye(3)).shape == (4, 3)
+
+
 def test_a_single_row_of_odd_width_is_unpacked() -> None:
     a, p, ids = torch.ones(1, 5, dtype=torch.bfloat16), torch.tensor([[0.7, 0.3]]), torch.tensor([[3, 1]])
     row = Pairs(torch.zeros(1, 1, dtype=torch.long), 1)

@@ -230,6 +230,8 @@ CASES += [
     Case(MANY_EXPERTS, Shape(z=8, expert=4, ez=2), bf16(keep_weights=True), 8, 1024),
     Case(MANY_EXPERTS, Shape(x=2, y=2, z=2, expert=4), bf16(), 8, 1024),
     Case(MANY_EXPERTS, Shape(z=4, expert=4), bf16(router_dtype=torch.float64), 8, 1024),
+    Case(MANY_EXPERTS, Shape(z=4, expert=4), bf16(recompute="block"), 8, 1024),
+    Case(MANY_EXPERTS, Shape(), Policy(router_dtype=torch.float64, keep_casts=True), 4, 1024),
     Case(WITH_MLP, Shape(x=2, y=2, z=2, expert=4), bf16(activations="replicated"), 8, 1024),
     Case(BEFORE, Shape(z=4, expert=4), bf16(), 8, 1024),
 ]

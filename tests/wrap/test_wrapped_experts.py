@@ -105,6 +105,26 @@ def test_experts_on_a_grid_equal_the_plain_model(ranks, step: Step) -> None:
         assert found["changed"] == []
 
 
+def narrow(shape: Shape) -> tuple[float, bool]:
+    """Return the loss of a model in bf16, whose router has scores in bf16 too, and whether gradients are finite."""
+    grid, model = grid_of(shape), build("qwen3-moe").bfloat16()
+    ff.parallelize(model, grid)
+    ids, targets = (ff.local_rows(whole, grid) for whole in batch())
+    loss = model(input_ids=ids, labels=targets).loss
+    loss.backward()
+    gradients = [local_of(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return loss.item(), all(bool(each.isfinite().all()) for each in gradients)
+
+
+def test_tokens_with_scores_of_16_bits_are_sent(ranks) -> None:
+    with torch.no_grad():
+        ids, targets = batch()
+        plain = build("qwen3-moe").bfloat16()(input_ids=ids, labels=targets).loss.item()
+    for loss, finite in ranks(4).run(narrow, Shape(x=2, z=2, expert=2)):
+        assert finite
+        assert loss == pytest.approx(plain, rel=0.02)
+
+
 def steps(shape: Shape | None) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Take three clipped steps of torch's optimizer, on a grid or not; return losses, norms and all parameters."""
     model = build("qwen3-moe")

@@ -24,7 +24,8 @@ the host does not wait, and a CUDA graph can contain the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ from fourfold.operators import AsyncResult, Conjugate, OpContext, Ready, once_di
 
 WHOLE_NUMBERS = {4: torch.int32, 8: torch.int64}
 """The dtype in which ids travel, by the bytes of a score."""
+OF_PAIRS = ("tokens", "back", "goes", "alone")
+"""The attributes of pairs that backward reads and that are as long as a batch."""
 
 
 class Pairs:
@@ -63,20 +66,18 @@ class Pairs:
         """The inverse: which pair each choice of a token is, [m K]."""
         self.goes: Tensor | None = None
         """Which choices go somewhere, [m K]; None for all."""
-        self._ones: dict[torch.dtype, Tensor] = {}
+        self.alone: Tensor | None = None
+        """Which tokens have no pair, [m, 1]; None if all have some."""
         numbers = torch.arange(number + 1, device=ids.device, dtype=ids.dtype)
         self.bounds = torch.searchsorted(ordered, numbers, out_int32=True)
         """Where the pairs of each destination begin, and where those of the last one end, [destinations + 1]."""
+        self.groups = kernels.RowGroups(self.bounds[1:], len(self.order))
+        """The pairs of each destination."""
 
     @property
     def counts(self) -> Tensor:
         """The number of pairs of each destination."""
         return self.bounds.diff()
-
-    @cached_property
-    def groups(self) -> kernels.RowGroups:
-        """The pairs of each destination."""
-        return kernels.RowGroups(self.bounds[1:], len(self.order))
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -85,10 +86,12 @@ class Pairs:
 
     def keep(self, most: int) -> Pairs:
         """Keep `most` pairs: all that go somewhere, and perhaps further ones, which count with 0."""
+        self.bounds.clamp_(max=most)  # a muted grid has sorted what was never received
         self._point(self.back.clamp(max=most - 1), self.back < self.bounds[-1])
         self.order = self.order[:most]
         if self.number:
             self.bounds[-1] = most
+        self.groups = kernels.RowGroups(self.bounds[1:], most)
         return self
 
     def pad(self, room: int) -> Tensor:
@@ -100,47 +103,96 @@ class Pairs:
         order = self.order if len(self.order) else self.order.new_zeros(1)  # a rank without tokens sends empty rows
         self.order = order[(begin[:, None] + places).clamp(max=len(order) - 1).flatten()]
         self.bounds = room * torch.arange(self.number + 1, dtype=torch.int32, device=begin.device)
+        self.groups = kernels.RowGroups(self.bounds[1:], len(self.order))
         return (places >= counts).flatten()
 
     def _point(self, choices: Tensor, goes: Tensor) -> None:
         """Note which pair each choice is, and which choices go somewhere.
 
-        The others are read as the first pair of their token (of a token without pairs, as some other's) and count with
-        0, so that what is not finite stays in its token.
+        The others are read as the first pair of their token and count with 0, so that what is not finite stays in its
+        token. A token without pairs reads some other's, and what it makes of it is forgotten (`alone`).
         """
-        by_token, self.goes = choices.view(-1, self.chosen), goes
-        self.back = torch.where(goes.view_as(by_token), by_token, by_token.amin(1, keepdim=True)).flatten()
+        by_token, by_choice, self.goes = choices.view(-1, self.chosen), goes.view(-1, self.chosen), goes
+        self.back = torch.where(by_choice, by_token, by_token.amin(1, keepdim=True)).flatten()
+        self.alone = by_choice.any(1, keepdim=True).logical_not_()
+
+    def save(self, ctx: Any, *others: Tensor) -> None:
+        """Let autograd keep the pairs until backward, beside other tensors.
+
+        A block that is computed again for backward then has them twice, and not from one pass to the other.
+        """
+        ctx.save_for_backward(*(getattr(self, name) for name in OF_PAIRS), *others)
+        ctx.pairs = copy(self)
+        for name in ("order", *OF_PAIRS):
+            delattr(ctx.pairs, name)
+
+    @staticmethod
+    def saved(ctx: Any) -> tuple[Pairs, Sequence[Tensor]]:
+        """Return the pairs that were saved, which can be picked and combined, and the other tensors."""
+        pairs, tensors = copy(ctx.pairs), ctx.saved_tensors
+        for name, tensor in zip(OF_PAIRS, tensors, strict=False):
+            setattr(pairs, name, tensor)
+        return pairs, tensors[len(OF_PAIRS) :]
 
     def pick(self, a: Tensor) -> Tensor:
         """Return the rows of the pairs, [m, w] -> [P, w]."""
-        return a.index_select(0, self.tokens) if len(a) else a.new_zeros(len(self.order), a.shape[1])
+        return _pick(a, self.tokens)
 
     def combine(self, of_pairs: Tensor) -> Tensor:
         """Return the sum over each token's pairs in the order of its choices, [P, w] -> [m, w] (E19)."""
         if not of_pairs.shape[0]:
             return of_pairs.new_zeros(len(self.back) // self.chosen, of_pairs.shape[1])
         choices = self.back.view(-1, self.chosen)
-        return functional.embedding_bag(choices, of_pairs, mode="sum", per_sample_weights=self._counted(of_pairs.dtype))
-
-    def _counted(self, dtype: torch.dtype) -> Tensor | None:
-        """Return 1 for choices that go somewhere and 0 for others, [m, K]; None if all do."""
-        if self.goes is not None and dtype not in self._ones:
-            self._ones[dtype] = self.goes.view(-1, self.chosen).to(dtype)
-        return self._ones.get(dtype)
+        if self.goes is None or self.alone is None:
+            return functional.embedding_bag(choices, of_pairs, mode="sum")
+        counted = self.goes.view(-1, self.chosen).to(of_pairs.dtype)
+        found = functional.embedding_bag(choices, of_pairs, mode="sum", per_sample_weights=counted)
+        return found.masked_fill_(self.alone, 0)
 
     def sort(self, by_token: Tensor) -> Tensor:
         """Return values of pairs by token, [m, K], in the order of the pairs, [P, 1]."""
-        return Conjugate.apply(by_token, self._in_order, self._by_token)
+        return SortPairs.apply(by_token, self)
 
-    def _in_order(self, values: Tensor) -> Tensor:
-        values = values.flatten() if self.goes is None else values.flatten() * self.goes
-        return values[self.order][:, None]
 
-    def _by_token(self, gradient: Tensor) -> Tensor:
+def _pick(a: Tensor, tokens: Tensor) -> Tensor:
+    return a.index_select(0, tokens) if len(a) else a.new_zeros(len(tokens), a.shape[1])
+
+
+class SortPairs(torch.autograd.Function):
+    """Forward brings values by token, [m, K], into the order of pairs, [P, 1]; backward brings them back."""
+
+    @staticmethod
+    def forward(ctx: Any, by_token: Tensor, pairs: Pairs) -> Tensor:
+        pairs.save(ctx)
+        values = by_token.flatten()
+        values = values if pairs.goes is None else torch.where(pairs.goes, values, 0)
+        return values[pairs.order][:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        pairs, _ = Pairs.saved(ctx)
         if not gradient.shape[0]:
-            return gradient.new_zeros(len(self.back) // self.chosen, self.chosen)
-        found = gradient.flatten()[self.back]
-        return (found if self.goes is None else found * self.goes).view(-1, self.chosen)
+            return gradient.new_zeros(len(pairs.back) // pairs.chosen, pairs.chosen), None
+        found = gradient.flatten()[pairs.back]
+        return (found if pairs.goes is None else torch.where(pairs.goes, found, 0)).view(-1, pairs.chosen), None
+
+
+class CombinePairs(torch.autograd.Function):
+    """Forward adds up the pairs of each token, [P, w] -> [m, w]; backward picks the rows of pairs.
+
+    It is not computed again in a block that is, since backward reads nothing of its result; so it keeps what it reads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, of_pairs: Tensor, pairs: Pairs) -> Tensor:
+        ctx.tokens = pairs.tokens
+        return pairs.combine(of_pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _pick(gradient, ctx.tokens), None
 
 
 class PackRows(torch.autograd.Function):
@@ -153,7 +205,8 @@ class PackRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, p: Tensor, ids: Tensor, rows: Pairs, empty: Tensor | None) -> Tensor:
-        ctx.rows, ctx.width, ctx.dtype = rows, a.shape[1], p.dtype
+        rows.save(ctx)
+        ctx.width, ctx.dtype = a.shape[1], p.dtype
         bits = torch.cat([p.view(WHOLE_NUMBERS[p.itemsize]), (ids + 1).to(WHOLE_NUMBERS[p.itemsize])], dim=1)
         packed = rows.pick(torch.cat([a, bits.view(a.dtype)], dim=1))
         return packed if empty is None else packed.masked_fill_(empty[:, None], 0)
@@ -162,7 +215,8 @@ class PackRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         a, p, _ = _columns(gradient, ctx.width)
-        return ctx.rows.combine(a), ctx.rows.combine(_bits(p, ctx.dtype)), None, None, None
+        rows, _ = Pairs.saved(ctx)
+        return rows.combine(a), rows.combine(_bits(p, ctx.dtype)), None, None, None
 
 
 class UnpackRows(torch.autograd.Function):
@@ -248,7 +302,7 @@ class Dispatch:
         if self.ranks * len(self.shares[0]) > self.routing.experts:  # else the rank behind the last one is found
             destinations.masked_fill_(ids >= self.routing.experts, self.ranks)
         rows = self.rows = Pairs(_once(destinations, self.ranks), self.ranks)
-        counting = None if self.limit else self._launch_counts(destinations)
+        counting = None if self.limit else self._launch_counts(rows, destinations)
         yield  # the other half computes while the counts travel
         empty = None
         if counting is None:
@@ -257,7 +311,8 @@ class Dispatch:
         else:
             self.counts = counting()
             rows.keep(sum(self.counts.sent))
-        scores = scores.to(torch.promote_types(scores.dtype, a.dtype))
+        wide = torch.promote_types(a.dtype, torch.float32)  # a module's own router may have scores of 16 bits
+        scores = scores.to(torch.promote_types(scores.dtype, wide))
         packed = PackRows.apply(a, scores, ids, rows, empty)
         arriving: AsyncResult | Ready = Ready(packed)
         if self.ranks > 1:
@@ -280,15 +335,19 @@ class Dispatch:
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return the sums over the ranks of each token, [S, k/y] -> [m/(zx), k/y] (E19)."""
-        return rows if self.stays else Conjugate.apply(rows, self.rows.combine, self.rows.pick)
+        if self.stays:
+            return rows
+        pairs = self.rows
+        del self.rows  # backward knows this object
+        return CombinePairs.apply(rows, pairs)
 
     # --- counts
 
-    def _launch_counts(self, destinations: Tensor) -> Callable[[], RowCounts]:
+    def _launch_counts(self, rows: Pairs, destinations: Tensor) -> Callable[[], RowCounts]:
         """Launch the all-to-all of rows and pairs for each rank; return what waits for it."""
         flat = destinations.flatten()
         pairs = flat.new_zeros(self.ranks + 1).scatter_add_(0, flat, torch.ones_like(flat))
-        counts = torch.stack([self.rows.counts.long(), pairs[:-1]], dim=1)
+        counts = torch.stack([rows.counts.long(), pairs[:-1]], dim=1)
         arriving, each, over_ex = Pending(lambda: counts), [1] * self.ranks, self.grid.size("ex") > 1
         if self.ranks > 1:
             arriving = comm.all_to_all(counts, self.grid, "expert", each, each, label=self.label)
@@ -298,7 +357,8 @@ class Dispatch:
             return comm.all_gather(here, self.grid, "ex", label=self.label).wait() if over_ex else here
 
         if counts.is_meta or self.grid.muted:  # there are no numbers
-            return lambda: (found(), self._balanced())[1]
+            tokens = len(destinations)
+            return lambda: (found(), self._balanced(tokens))[1]
         if not counts.is_cuda:
             return lambda: self._noted(counts.tolist(), found().tolist())
         return self._copied(counts, found)
@@ -330,9 +390,8 @@ class Dispatch:
             pairs=sum(pairs for of_member in found for _, pairs in of_member),
         )
 
-    def _balanced(self) -> RowCounts:
+    def _balanced(self, tokens: int) -> RowCounts:
         """Return the counts of a dry run: equally many pairs for every expert."""
-        tokens = len(self.rows.back) // self.routing.chosen
         each = [list(self.routing.balanced(tokens, share)) for share in self.shares]
         return self._noted(each, [[each[self.grid.coords["expert"]]] * self.ranks] * self.grid.size("ex"))
 

@@ -77,10 +77,9 @@ PRODUCT_ON_FOLD = Layout.activation(("edata", "ez"), ("ex", "y"))
 
 @dataclass(frozen=True, slots=True)
 class ExpertFactor:
-    """The weights of all experts that read the same rows, for the pairs of one half of a batch."""
+    """The weights of all experts that read the same rows."""
 
     group: ParamGroup
-    pairs: Pairs
     keep_weights: bool
     per_token: Literal["input", "output"]
     """Which side has tokens: Expand picks the rows of its pairs, Contract adds pairs up to tokens."""
@@ -88,34 +87,34 @@ class ExpertFactor:
     def multiplying(self, equation: str) -> AbstractContextManager[object]:
         return self.group.grid.ledger.multiplying(f"{equation} {self.group.label}")
 
-    def multiply(self, a: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    def multiply(self, pairs: Pairs, a: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return E1: the outputs of all weights side by side."""
-        factors = [w.transpose(1, 2) for w in weights]
-        return self._of_tokens(kernels.grouped(self.of_pairs(a, "input"), factors, self.pairs.groups), "output")
+        factors, rows = [w.transpose(1, 2) for w in weights], self.of_pairs(pairs, a, "input")
+        return self._of_tokens(pairs, kernels.grouped(rows, factors, pairs.groups), "output")
 
-    def multiply_back(self, dout: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    def multiply_back(self, pairs: Pairs, dout: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return E2, the gradient of the input, from that of the output by pair."""
-        return self._of_tokens(kernels.grouped_sum(dout, weights, self.pairs.groups), "input")
+        return self._of_tokens(pairs, kernels.grouped_sum(dout, weights, pairs.groups), "input")
 
-    def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int, during: ForwardPass) -> None:
+    def add_gradients(self, pairs: Pairs, dout: Tensor, a: Pending[Tensor], turns: int, during: ForwardPass) -> None:
         """Add E3 of one of `turns` halves, from the gradient of the output by pair."""
-        first = self.of_pairs(a.wait(), "input")
+        first = self.of_pairs(pairs, a.wait(), "input")
         width = dout.shape[1] // len(self.group.members)
         parts, found = dout.split(width, dim=1), []
         for member, part in zip(self.group.members, parts, strict=True):
             if member.parameter.requires_grad:
                 with self.multiplying("E3"):
-                    found.append(kernels.grouped_weights(part, first, self.pairs.groups))
+                    found.append(kernels.grouped_weights(part, first, pairs.groups))
             else:
                 found.append(None)
         add_gradients(self.group, found, turns, during)
 
-    def of_pairs(self, rows: Tensor, side: Literal["input", "output"]) -> Tensor:
+    def of_pairs(self, pairs: Pairs, rows: Tensor, side: Literal["input", "output"]) -> Tensor:
         """Return rows of this side by pair."""
-        return self.pairs.pick(rows) if self.per_token == side else rows
+        return pairs.pick(rows) if self.per_token == side else rows
 
-    def _of_tokens(self, rows: Tensor, side: Literal["input", "output"]) -> Tensor:
-        return self.pairs.combine(rows) if self.per_token == side else rows
+    def _of_tokens(self, pairs: Pairs, rows: Tensor, side: Literal["input", "output"]) -> Tensor:
+        return pairs.combine(rows) if self.per_token == side else rows
 
 
 class ExpertProduct(torch.autograd.Function):
@@ -130,36 +129,38 @@ class ExpertProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, factor: ExpertFactor, reread: Body, a: Tensor, kept: Tensor, *_: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, factor: ExpertFactor, pairs: Pairs, reread: Body, a: Tensor, kept: Tensor, *_: nn.Parameter
+    ) -> Tensor:
         ctx.factor, ctx.reread, ctx.turns = factor, reread, factor.group.engine.turn.of
         ctx.during = factor.group.use()
         with factor.group.using(turns=ctx.turns, keep=factor.keep_weights) as weights, factor.multiplying("E1"):
-            ctx.save_for_backward(kept, *(weights if factor.keep_weights else ()))
-            return factor.multiply(a, weights)
+            pairs.save(ctx, kept, *(weights if factor.keep_weights else ()))
+            return factor.multiply(pairs, a, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         factor: ExpertFactor = ctx.factor
         group, engine = factor.group, factor.group.engine
-        kept, *weights = ctx.saved_tensors
+        pairs, (kept, *weights) = Pairs.saved(ctx)
         trained = any(member.parameter.requires_grad for member in group.members)
         # launched before E2, so that the input is gathered behind those products
         reading = ctx.reread(kept) if trained and engine.policy.wgrad_behind_messages else None
-        dout, da = factor.of_pairs(dout, "output"), None
-        if ctx.needs_input_grad[2]:
+        dout, da = factor.of_pairs(pairs, dout, "output"), None
+        if ctx.needs_input_grad[3]:
             if weights:
                 with factor.multiplying("E2"):
-                    da = factor.multiply_back(dout, weights)
+                    da = factor.multiply_back(pairs, dout, weights)
             else:
                 with group.using(turns=ctx.turns) as gathered, factor.multiplying("E2"):
-                    da = factor.multiply_back(dout, gathered)
+                    da = factor.multiply_back(pairs, dout, gathered)
         if trained:
             group.gradients.expect_end()
             engine.wgrad_queue.add(
-                lambda: factor.add_gradients(dout, reading or ctx.reread(kept), ctx.turns, ctx.during)
+                lambda: factor.add_gradients(pairs, dout, reading or ctx.reread(kept), ctx.turns, ctx.during)
             )
-        return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
+        return (None, None, None, da, *[None] * (len(ctx.needs_input_grad) - 4))
 
 
 def multiply_experts(
@@ -171,9 +172,9 @@ def multiply_experts(
     again: tuple[Tensor, Body] | None = None,
 ) -> Tensor:
     """Run the product of a layer's weights; `again` says from what and how backward gathers the input again."""
-    factor = ExpertFactor(layer.group(*names), pairs, keeps_weights(layer, layer.member(names[0])), per_token)
+    factor = ExpertFactor(layer.group(*names), keeps_weights(layer, layer.member(names[0])), per_token)
     kept, reread = (a, identity) if again is None else again
-    return ExpertProduct.apply(factor, reread, a, kept.detach(), *(getattr(layer, name) for name in names))
+    return ExpertProduct.apply(factor, pairs, reread, a, kept.detach(), *(getattr(layer, name) for name in names))
 
 
 @dataclass(frozen=True, slots=True)

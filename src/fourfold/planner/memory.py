@@ -531,7 +531,7 @@ class MemoryReading:
         each = MOMENTS * item if optimizer_nbytes is None else optimizer_nbytes
         self.optimizer = ceil(elements * self.share * each)
         self.head_gradients = sizes.shard_elements((sizes.structure.table,)) * item if self.part.head else 0
-        self.casts = elements * sizes.structure.compute_itemsize if sizes.structure.keeps_casts else 0
+        self.casts = sizes.casts_nbytes(elements)
         """Bytes of cast shards that are kept."""
         self.kept_by_layers = sum(kind.number * sum(kind.kept) for kind in self.kinds)
         offloads = self._blocks.policy.offload and self._blocks.policy.runs_blocks_again and self.layers > 0

@@ -131,6 +131,7 @@ class Structure:
         self.keeps_weights = policy.keeps_for_backward and self.copies_weights  # products keep them until backward
         self.copies_experts = self.gathers_experts or (self.casts and not self.keeps_casts)
         casts_router = self.router_itemsize != self.dtype.itemsize
+        self.keeps_router_casts = casts_router and policy.keep_casts
         self.copies_router = self.gathers_weights or (casts_router and not policy.keep_casts)
         # Contract layers keep an input that was gathered over y
         self.keeps_collected = policy.keep_gathered and self.cuts_inner
@@ -423,8 +424,8 @@ class LocalSizes:
         # pairs of a token and one of its experts, by expert
         sent, arrived = (self.sent_pairs, self.arrived_pairs) if structure.folded else (self.pairs, 0)
         self.sorting_nbytes, self.arrived_sorting_nbytes = 12 * sent * ID_NBYTES, 12 * arrived * ID_NBYTES
-        self.pair_index_nbytes = 3 * sent * ID_NBYTES  # their places in both orders, and their tokens
-        self.arrived_index_nbytes = arrived * (3 * ID_NBYTES + 1 + item)  # and which of them have an expert here
+        self.pair_index_nbytes = 2 * sent * ID_NBYTES  # their tokens, and where each choice is
+        self.arrived_index_nbytes = arrived * (2 * ID_NBYTES + 1)  # with what says which of them have an expert here
         self.pair_score_nbytes = self.pairs * item
         self.pair_stream_nbytes = self.pairs * self.k * item  # a row of the stream for each
         self.pairs_nbytes = self.pairs * n * item
@@ -728,6 +729,15 @@ class LocalSizes:
             return 0
         mixtures = sum(map(self.config.is_mixture, layers))
         return mixtures * sum(self.parameter(name).shard for name in names_of_experts(self.config))
+
+    def casts_nbytes(self, parameters: int) -> int:
+        """Return the bytes of cast shards that exist all the time, of a rank with so many elements of shards."""
+        structure, mixtures = self.structure, 0
+        if self.config.experts:
+            mixtures = sum(map(self.config.is_mixture, self.held.layers))
+        routers = mixtures and mixtures * self.parameter(f"{LAYER}mlp.router.weight").shard
+        others = (parameters - routers) * structure.compute_itemsize if structure.keeps_casts else 0
+        return others + (routers * structure.router_itemsize if structure.keeps_router_casts else 0)
 
     @cached_property
     def replica_share(self) -> float:

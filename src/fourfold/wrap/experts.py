@@ -47,7 +47,7 @@ class Experts(GatedExperts):
 
     def forward(self, a: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute the experts `ids` [m, K] of m tokens, which count `weights` [m, K], from rest to rest."""
-        site = self.site(len(ids))
+        site, ids = self.site(len(ids)), ids.long()
         scores = self._own_part(weights, site)
         # each wait is at once: the product behind it needs the whole, and there is no other half to compute
         if self.folded:
