@@ -6,6 +6,7 @@ Also the seconds that a rank stands waiting for others, which the ledger keeps b
 from __future__ import annotations
 
 import time
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -191,7 +192,7 @@ def test_a_plain_step_after_clip_and_step_scales_nothing() -> None:
 
 # --- seconds of waiting
 
-LATE = 0.3
+LATE = 0.15
 
 
 def waits() -> list[dict[str, float]]:
@@ -224,12 +225,13 @@ def waits() -> list[dict[str, float]]:
 
 
 def test_a_late_rank_costs_the_others_exposed_seconds_on_that_axis(ranks) -> None:
-    early, late = ranks(2).run(waits)
-    for taken in early[:2]:
-        assert taken.keys() == {"z"}
-        assert 0.2 < taken["z"] < 5
-    # who comes last, or has work meanwhile, waits for nobody; compared, since a busy machine delays anyone
-    for taken in (*late[:2], early[2]):
-        assert 0 < taken["z"] < early[0]["z"]
-    for taken in (*early[3:], *late[3:]):
+    rounds = [ranks(2).run(waits) for _ in range(3)]
+    for taken in chain.from_iterable(of_rank[3:] for of_ranks in rounds for of_rank in of_ranks):
         assert taken == {}
+    assert all(taken.keys() == {"z"} for early, late in rounds for taken in (*early[:3], *late[:2]))
+    # the least of the rounds, since a busy machine delays anyone at any time
+    early = [min(of_ranks[0][number]["z"] for of_ranks in rounds) for number in range(3)]
+    late = [min(of_ranks[1][number]["z"] for of_ranks in rounds) for number in range(2)]
+    assert all(0.9 * LATE < taken < 5 for taken in early[:2])
+    # who comes last, or has work meanwhile, waits for nobody
+    assert all(0 < taken < early[0] for taken in (*late, early[2]))
