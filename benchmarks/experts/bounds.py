@@ -123,8 +123,8 @@ def _noting_messages(sent: list[SentMessage]) -> Iterator[None]:
 def _noting_counts(found: list[RowCounts]) -> Iterator[None]:
     launch = Dispatch._launch_counts
 
-    def noting(self: Dispatch, destinations: Tensor) -> Callable[[], RowCounts]:
-        counting = launch(self, destinations)
+    def noting(self: Dispatch, *args: Any) -> Callable[[], RowCounts]:
+        counting = launch(self, *args)
 
         def noted() -> RowCounts:
             found.append(counting())

@@ -62,8 +62,8 @@ def waits_of_dispatch(waits: HostWaits) -> Iterator[None]:
     """Time the waits of Fourfold's dispatch for counts inside the block."""
     launch = Dispatch._launch_counts
 
-    def launching(self: Dispatch, destinations: torch.Tensor) -> Callable[[], Any]:
-        counting = launch(self, destinations)
+    def launching(self: Dispatch, *args: Any) -> Callable[[], Any]:
+        counting = launch(self, *args)
 
         def timed() -> Any:
             with waits.waiting():

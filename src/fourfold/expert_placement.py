@@ -28,7 +28,7 @@ from torch.nn.functional import one_hot
 
 from fourfold.layout import chunk
 
-SLACK = 1.05
+SLACK = 1.1
 """How many times the mean a rank may have for companions to meet; more if balance alone does not reach that."""
 MOST_DIVISIONS = 3000
 """All ways to divide experts among ranks are tried if there are at most so many: 8 experts on up to 4 ranks, or 7 and 7

@@ -157,8 +157,8 @@ def test_an_expert_without_tokens_is_told_once() -> None:
     judge = RouterJudge()
     said = told([[5, 5, 5, 5], [0, 7, 6, 7]], 2, 3 * COLLAPSED_STEPS, judge)
     assert said == (
-        f"the router of block 1 collapses: for {COLLAPSED_STEPS} steps no token chose expert 0; raise model.aux, or "
-        "lower optimizer.learning_rate"
+        f"the router of block 1 collapses: for {COLLAPSED_STEPS} steps no token chose expert 0; raise model.aux or "
+        "model.bias_rate, or lower optimizer.learning_rate"
     )
     judge.judge(counts_of(0, [5, 5, 5, 5], [5, 5, 5, 5]), 2)
     assert told([[5, 5, 5, 5], [0, 7, 6, 7]], 2, judge=judge)  # it had recovered

@@ -50,7 +50,7 @@ from fourfold.watch.peers import StepWindows, Straggler
 from fourfold.watch.tape import Tape, Waits, tape_path
 
 WAY_OUT = "lower optimizer.learning_rate, raise optimizer.warmup, or look at the data of these steps"
-BALANCE = "raise model.aux, or lower optimizer.learning_rate"
+BALANCE = "raise model.aux or model.bias_rate, or lower optimizer.learning_rate"
 WINDOW = 64
 """The limit for the next loss follows from this many of the last good losses: enough for a steady median, few enough
 that the limit follows a loss that falls."""
