@@ -38,7 +38,8 @@ FENCE = re.compile(r"^( *)```(\S*).*?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run -->\s*\Z")
 """What stands before a block that is not run."""
 FILE = re.compile(r"# ([\w./-]+\.\w+)\n")
-SECONDS = 200.0
+SECONDS = 400.0
+"""A command that takes longer has stopped for good: none takes half of it, even on cores that others use as well."""
 
 
 @dataclass(frozen=True)

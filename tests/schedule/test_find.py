@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from math import inf
+from statistics import median
 
 import pytest
 
@@ -191,28 +192,32 @@ def test_found_is_within_5_percent_of_the_best(placement: tuple[int, ...], micro
 # --- time
 
 
-def quickest(*runs: Callable[[], object]) -> list[float]:
-    """The least CPU seconds of each in nine rounds, in turn, because the tests share their cores."""
-    taken: list[list[float]] = [[] for _ in runs]
+def times_as_long(run: Callable[[], object], other: Callable[[], object]) -> float:
+    """CPU seconds of one run divided by those of another that takes about as long: the median of nine rounds.
+
+    A core that others share changes its speed from second to second, and both meet the same.
+    """
+    ratios = []
     for _ in range(9):
-        for run, seconds in zip(runs, taken, strict=True):
-            began = time.process_time()
-            run()
-            seconds.append(time.process_time() - began)
-    return list(map(min, taken))
+        times = [time.process_time()]
+        for each in (run, other):
+            each()
+            times.append(time.process_time())
+        ratios.append((times[1] - times[0]) / (times[2] - times[1]))
+    return median(ratios)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["loop", "wave"])
 @pytest.mark.parametrize("hop", [0.0, 0.03])
 def test_2048_take_a_tenth_of_a_second(placement: str, hop: float) -> None:
-    """16 ranks, 4 chunks, 32 micro-batches, on a core that squares 300,000 numbers in 25 ms; others by their speed."""
+    """16 ranks, 4 chunks, 32 micro-batches, on a core that squares 1,200,000 numbers in that time."""
     seconds = equal_seconds(1, 1, 1, 16, 4)
-    core, found = quickest(
-        lambda: sum(number * number for number in range(300_000)),
+    found = times_as_long(
         lambda: find(place(placement, 16, 4), 32, seconds, hop, 16),
+        lambda: sum(number * number for number in range(1_200_000)),
     )
-    assert found <= 0.1 * max(1.0, core / 0.025)
+    assert found <= 1
 
 
 @pytest.mark.parametrize(
