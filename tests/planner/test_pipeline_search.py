@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from statistics import fmean
 
 import pytest
 import torch
@@ -169,9 +170,11 @@ def test_stages_of_counts() -> None:
 @pytest.mark.slow
 def test_a_search_over_32768_devices_takes_15_seconds() -> None:
     task = Task(ff.models.config("gpt-320b"), load_machine("frontier"), 8192, 2048, captured=True)
-    began = time.process_time()
+    slow, began = [slowness()], time.process_time()
     search(task, 32768, space=Space(axes=AXES))
-    assert time.process_time() - began < 15 * slowness()
+    taken = time.process_time() - began
+    slow.append(slowness())  # cores that others share change their speed
+    assert taken < 15 * fmean(slow)
 
 
 def slowness() -> float:
