@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from benchmarks.experts.waits import counts_through
 from benchmarks.shared.models import IN_FLIGHT
 from fourfold import comm, wire
 from fourfold.grid import Grid
@@ -119,21 +120,12 @@ def _noting_messages(sent: list[SentMessage]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _noting_counts(found: list[RowCounts]) -> Iterator[None]:
-    launch = Dispatch._launch_counts
+def _noting_counts(found: list[RowCounts]) -> AbstractContextManager[None]:
+    def noted(counting: Callable[[], RowCounts]) -> RowCounts:
+        found.append(counting())
+        return found[-1]
 
-    def noting(self: Dispatch, *args: Any) -> Callable[[], RowCounts]:
-        counting = launch(self, *args)
-
-        def noted() -> RowCounts:
-            found.append(counting())
-            return found[-1]
-
-        return noted
-
-    with mock.patch.object(Dispatch, "_launch_counts", noting):
-        yield
+    return counts_through(noted)
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from fourfold.nn.dispatch import Dispatch
+from fourfold.nn.dispatch import Dispatch, RowCounts
 
 
 class WaitTimes(NamedTuple):
@@ -58,18 +59,22 @@ class HostWaits:
 
 
 @contextmanager
-def waits_of_dispatch(waits: HostWaits) -> Iterator[None]:
-    """Time the waits of Fourfold's dispatch for counts inside the block."""
+def counts_through(take: Callable[[Callable[[], RowCounts]], RowCounts]) -> Iterator[None]:
+    """Let Fourfold's dispatch take its counts through `take`, which is given what waits for them."""
     launch = Dispatch._launch_counts
 
-    def launching(self: Dispatch, *args: Any) -> Callable[[], Any]:
-        counting = launch(self, *args)
-
-        def timed() -> Any:
-            with waits.waiting():
-                return counting()
-
-        return timed
+    def launching(self: Dispatch, *args: Any) -> Callable[[], RowCounts]:
+        return partial(take, launch(self, *args))
 
     with mock.patch.object(Dispatch, "_launch_counts", launching):
         yield
+
+
+def waits_of_dispatch(waits: HostWaits) -> AbstractContextManager[None]:
+    """Time the waits of Fourfold's dispatch for counts inside the block."""
+
+    def timed(counting: Callable[[], RowCounts]) -> RowCounts:
+        with waits.waiting():
+            return counting()
+
+    return counts_through(timed)

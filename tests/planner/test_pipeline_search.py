@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from statistics import fmean
 
 import pytest
 import torch
 
 import fourfold as ff
+from core_speed import reference_seconds
 from fourfold.axes import AXES
 from fourfold.commands.plan import run_config
 from fourfold.planner import search as search_file
@@ -170,18 +169,4 @@ def test_stages_of_counts() -> None:
 @pytest.mark.slow
 def test_a_search_over_32768_devices_takes_15_seconds() -> None:
     task = Task(ff.models.config("gpt-320b"), load_machine("frontier"), 8192, 2048, captured=True)
-    slow, began = [slowness()], time.process_time()
-    search(task, 32768, space=Space(axes=AXES))
-    taken = time.process_time() - began
-    slow.append(slowness())  # cores that others share change their speed
-    assert taken < 15 * fmean(slow)
-
-
-def slowness() -> float:
-    """How much slower this core is now than one that squares 300,000 numbers in 25 ms; at least 1."""
-    taken = []
-    for _ in range(9):
-        began = time.process_time()
-        sum(number * number for number in range(300_000))
-        taken.append(time.process_time() - began)
-    return max(1.0, sorted(taken)[len(taken) // 2] / 0.025)
+    assert reference_seconds(lambda: search(task, 32768, space=Space(axes=AXES))) < 15

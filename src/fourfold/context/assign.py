@@ -49,7 +49,7 @@ def area(start: int, stop: int) -> int:
 
 
 class SegmentOrder(NamedTuple):
-    """Where the segments of one member stand among those of all members, in the order of documents and positions.
+    """The place of one member's segments among those of all members, in the order of documents and positions.
 
     Each member counts as having as many segments as the one that has most.
     """

@@ -714,7 +714,7 @@ class LocalSizes:
 
     def layers_shard(self, layers: Sequence[int]) -> int:
         """Return the elements of this rank's shards of some layers."""
-        mixtures = sum(map(self.config.is_mixture, layers)) if self.config.experts else 0
+        mixtures = self._mixtures(layers)
         dense = len(layers) - mixtures
         return (mixtures and mixtures * self.layer_shard(True)) + (dense and dense * self.layer_shard(False))
 
@@ -727,14 +727,15 @@ class LocalSizes:
         """Return the elements of this rank's shards of the experts of some layers on a fold; 0 on other grids."""
         if not self.shape.folded:
             return 0
-        mixtures = sum(map(self.config.is_mixture, layers))
-        return mixtures * sum(self.parameter(name).shard for name in names_of_experts(self.config))
+        return self._mixtures(layers) * sum(self.parameter(name).shard for name in names_of_experts(self.config))
+
+    def _mixtures(self, layers: Sequence[int]) -> int:
+        """Return how many of some layers are mixtures of experts."""
+        return sum(map(self.config.is_mixture, layers)) if self.config.experts else 0
 
     def casts_nbytes(self, parameters: int) -> int:
         """Return the bytes of cast shards that exist all the time, of a rank with so many elements of shards."""
-        structure, mixtures = self.structure, 0
-        if self.config.experts:
-            mixtures = sum(map(self.config.is_mixture, self.held.layers))
+        structure, mixtures = self.structure, self._mixtures(self.held.layers)
         routers = mixtures and mixtures * self.parameter(f"{LAYER}mlp.router.weight").shard
         others = (parameters - routers) * structure.compute_itemsize if structure.keeps_casts else 0
         return others + (routers * structure.router_itemsize if structure.keeps_router_casts else 0)

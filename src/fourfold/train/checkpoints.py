@@ -213,7 +213,7 @@ class SkippedData:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run starts: from nothing, with weights that somebody else trained, or after a step of its own."""
+    """The start of a run: from nothing, with weights that somebody else trained, or after a step of its own."""
 
     step: int = 0
     checkpoint: Path | None = None

@@ -603,7 +603,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True)
 class LogSection:
-    """Where metrics go besides the run's folder, and what MFU is measured against."""
+    """The places of metrics besides the run's folder, and what MFU is measured against."""
 
     tensorboard: Literal["auto"] | bool = "auto"
     """auto logs to TensorBoard if the package tensorboard is installed."""

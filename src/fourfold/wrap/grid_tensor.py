@@ -171,7 +171,7 @@ class ModelContext:
 
     @property
     def label(self) -> str:
-        """Where in the model the pass is, as the ledger and error messages say it."""
+        """The place in the model that the pass has reached, as the ledger and error messages say it."""
         return f"after {self.last_layer}" if self.last_layer else "before the first layer"
 
 

@@ -1,4 +1,4 @@
-"""Where a forward pass of a wrapped model begins and ends, and what losses mean inside it.
+"""The beginning and the end of a forward pass of a wrapped model, and what losses mean inside it.
 
 The rows of a batch lie on all (data, z) places. While a model runs, torch's loss functions with reduction="mean" are
 global: they return the mean over the targets of all places, and their gradient is the gradient of this mean. With "sum"
