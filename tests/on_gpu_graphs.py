@@ -262,6 +262,10 @@ def main(names: list[str]) -> int:
     for number, (name, case) in enumerate(CASES.items()):
         for shape in SHAPES[:3] if name == "compiled" else (SHAPES[number % 6], SHAPES[(number + 1) % 6]):
             checks[f"{name} on {shape}"] = on_ranks(4, agree, shape, *case)
+    padded = {"compute_dtype": "bfloat16", "pad_experts": True}
+    for shape in (Shape(z=4, expert=4), Shape(x=2, z=2, expert=2, ex=2), Shape(data=4, expert=2, ez=2)):
+        changes = {"bias_rate": 0.01, "capacity": 1.5}
+        checks[f"mixture on {shape}"] = on_ranks(4, agree, shape, "moe-tiny", padded, 2, changes)
     for way in ("gather", "ring", "ulysses:2", "auto"):
         policy = {"context_way": way, "compute_dtype": "bfloat16"}
         checks[f"context, {way}"] = on_ranks(4, agree, Shape(z=4, context=2), "llama-tiny", policy, 1, {})

@@ -128,6 +128,7 @@ def ways_on(ranks: int) -> list[Way]:
         Way(ff.Shape(z=ranks, expert=ranks)),
         Way(ff.Shape(z=ranks, expert=ranks), 2),
         Way(ff.Shape(data=ranks, expert=ranks)),
+        Way(ff.Shape(data=ranks, expert=ranks), 2),
         Way(ff.Shape(z=ranks, expert=half, ez=2)),
         Way(ff.Shape(z=ranks, expert=half, ez=2), 2),
         Way(ff.Shape(z=ranks)),

@@ -14,7 +14,7 @@ import fourfold as ff
 from benchmarks.shared.models import filled_on_device
 from benchmarks.shared.rank_pool import RankContext
 from fourfold import comm
-from fourfold.engine import Turns
+from fourfold.engine import Turns, Wait
 from fourfold.layout import Init
 from fourfold.nn.layer import assemble, specs_of
 from fourfold.nn.moe import MoE
@@ -163,7 +163,7 @@ class FourfoldBlock:
     def _turns(self, part: Tensor) -> Turns[Tensor]:
         routed = yield from self.layer.route(part, self.tokens)
         leaving = self.layer.leave((yield from self.layer.turns(part, self.tokens, routed)), self.tokens)
-        yield  # the other half computes while the outputs travel back
+        yield Wait.ROWS  # the other half computes while the outputs travel back
         return leaving.wait()
 
 

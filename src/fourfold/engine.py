@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -329,7 +330,14 @@ class Prefetcher:
             self.buffers.give_back(buffer)
 
 
-Turns = Generator[None, None, T]
+class Wait(Enum):
+    """What one half of a batch waits for where it yields, if not for a message between two products."""
+
+    COUNTS = "the host waits for numbers that the device has computed"
+    ROWS = "rows travel to experts, or back: the longest messages that there are"
+
+
+Turns = Generator[Wait | None, None, T]
 """Computation on one half of a batch. It yields where its message is in flight, so that the other half can compute.
 `policy.choose_halves` decides how many parts a batch is cut into."""
 
@@ -340,6 +348,63 @@ class HalfTurn:
 
     index: int = 0
     of: int = 1
+
+
+class TurnOrder:
+    """Decides which part of a batch runs next, from what each one waits for. Time plays no role.
+
+    - Between two products parts alternate. The first one is a step ahead: while it is between two messages (in a
+      norm), the second runs a product.
+    - While rows travel, no other message is as long. So a part runs on until its own rows travel, and only then the one
+      goes on whose rows have travelled longest: its products run behind the rows of the other.
+    - While the host waits for counts, the device must not stand still: another part runs one step, and then the
+      first one sends its rows.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self.current = 0
+        """The part that runs next."""
+        self._open = dict.fromkeys(range(parts))  # the parts that have not ended
+        self._travelling: list[int] = []  # those whose rows travel, the first to have sent them first
+        self._counting: int | None = None  # the one for which another runs a step
+        self._ahead = False  # whether the first part has run its first step
+
+    def waits(self, wait: Wait | None) -> None:
+        """Note that the current part waits; find the next one."""
+        here, first_step = self.current, not self._ahead
+        self._ahead = True
+        if here in self._travelling:
+            self._travelling.remove(here)
+        if wait is Wait.ROWS:
+            self._travelling.append(here)
+        if self._counting is not None:
+            self.current, self._counting = self._counting, None
+        elif wait is Wait.COUNTS:
+            self._counting, self.current = here, self._behind(here)[0]
+        elif wait is Wait.ROWS or not first_step:
+            self._go_on()
+
+    def ends(self) -> None:
+        """Note that the current part has ended; find the next one, if there is any."""
+        del self._open[self.current]
+        self._ahead = True
+        if self.current in self._travelling:
+            self._travelling.remove(self.current)
+        if self._counting is not None:
+            self.current, self._counting = self._counting, None
+        elif self._open:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Go on with the next part whose rows do not travel, or else with the one that has sent them first."""
+        here = self.current
+        ready = [part for part in (*self._behind(here), here) if part in self._open and part not in self._travelling]
+        self.current = ready[0] if ready else self._travelling[0]
+
+    def _behind(self, part: int) -> list[int]:
+        """Return the other parts that have not ended, in their turn behind this one; itself if there is none."""
+        others = [each for each in self._open if each != part]
+        return [each for each in others if each > part] + [each for each in others if each < part] or [part]
 
 
 class Engine:
@@ -386,29 +451,20 @@ class Engine:
         self.prefetcher.forget()
 
     def take_turns(self, parts: Sequence[Turns[T]]) -> list[T]:
-        """Run all parts to their end, switching wherever one yields.
-
-        The first part is one step ahead: while it is between two messages (in a norm), the second runs a product.
-        """
+        """Run all parts to their end, switching wherever one yields (`TurnOrder`)."""
         if len(parts) == 1:
             return [self.alone(parts[0])]
         results: dict[int, T] = {}
-
-        def advance(index: int) -> None:
-            if index in results:
-                return
-            self.turn = HalfTurn(index, len(parts))
-            try:
-                next(parts[index])
-            except StopIteration as end:
-                results[index] = end.value
-
-        before = self.turn
+        order, before = TurnOrder(len(parts)), self.turn
         try:
-            advance(0)
             while len(results) < len(parts):
-                for index in range(len(parts)):
-                    advance(index)
+                index = order.current
+                self.turn = HalfTurn(index, len(parts))
+                try:
+                    order.waits(next(parts[index]))
+                except StopIteration as end:
+                    results[index] = end.value
+                    order.ends()
         finally:
             self.turn = before
         return [results[index] for index in range(len(parts))]

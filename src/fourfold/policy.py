@@ -93,7 +93,7 @@ WORTH_HIDING_NBYTES = 1 << 20
 
 
 def choose_halves(policy: Policy, rows: int, nbytes: int, whole: str) -> Halves:
-    """Decide the number of halves for `rows` rows whose messages over x or y have up to `nbytes` bytes.
+    """Decide the number of halves for `rows` rows whose messages over x or y, or to experts, have up to `nbytes` bytes.
 
     `whole` says why a model cannot cut a single row; it is empty if it can.
     """
@@ -105,10 +105,10 @@ def choose_halves(policy: Policy, rows: int, nbytes: int, whole: str) -> Halves:
     if asked is not None:
         return Halves(asked, f"the policy says halves={asked}")
     if nbytes == 0:
-        return Halves(1, "nothing is sent over x or y")
+        return Halves(1, "nothing is sent over x or y, or to experts")
     if nbytes // 2 < WORTH_HIDING_NBYTES:
-        return Halves(1, f"messages over x or y of at most {nbytes} bytes are too small to be cut")
-    return Halves(2, f"messages over x or y of {nbytes} bytes are worth hiding")
+        return Halves(1, f"messages over x or y, or to experts, of at most {nbytes} bytes are too small to be cut")
+    return Halves(2, f"messages over x or y, or to experts, of {nbytes} bytes are worth hiding")
 
 
 LEFT_OPEN: dict[str, tuple[Any, ...]] = {"recompute": ("none", "block")}

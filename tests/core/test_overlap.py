@@ -197,9 +197,9 @@ def test_halves_are_chosen_where_messages_are_worth_hiding() -> None:
     assert choose_halves(Policy(), 8, large, "").number == 2
     assert choose_halves(Policy(), 8, large - 2, "") == (
         1,
-        f"messages over x or y of at most {large - 2} bytes are too small to be cut",
+        f"messages over x or y, or to experts, of at most {large - 2} bytes are too small to be cut",
     )
-    assert choose_halves(Policy(), 8, 0, "").reason == "nothing is sent over x or y"
+    assert choose_halves(Policy(), 8, 0, "").reason == "nothing is sent over x or y, or to experts"
     assert choose_halves(Policy(overlap=Overlap(halves=2)), 2, 0, "").number == 2
 
 

@@ -15,7 +15,7 @@ import fourfold as ff
 from fourfold import comm
 from fourfold.layout import chunk
 from fourfold.models.generate import generate
-from fourfold.nn.dispatch import Dispatch, PackRows, Pairs, _bits, _columns
+from fourfold.nn.dispatch import Dispatch, PackRows, Pairs, _bits, _columns, write_choices
 from fourfold.nn.layer import specs_of
 from fourfold.nn.router import Routing
 from fourfold.params import local_of
@@ -89,6 +89,8 @@ def test_every_rank_has_one_place_in_a_fold(shape: Shape) -> None:
 
 STEPS: list[tuple[Shape, dict[str, Any], int]] = [
     (Shape(x=2, z=2, expert=2, ez=2), dict(overlap=Overlap(halves=2), recompute="block"), 1),
+    (Shape(data=4, expert=4), dict(overlap=Overlap(halves=2), recompute="block"), 1),
+    (Shape(z=4, expert=2, ex=2), dict(overlap=Overlap(halves=2), recompute="block", offload=True), 1),
     (Shape(z=2, pipe=2, expert=2), dict(schedule="zb-h1"), 4),
     (Shape(y=2, z=2, expert=2), dict(activations="replicated"), 1),
     (Shape(z=2, data=2, expert=4), dict(recompute="attention"), 2),
@@ -383,7 +385,7 @@ def test_pairs_beyond_the_expected_ones_are_left_out() -> None:
 def test_a_single_row_of_odd_width_is_unpacked() -> None:
     a, p, ids = torch.ones(1, 5, dtype=torch.bfloat16), torch.tensor([[0.7, 0.3]]), torch.tensor([[3, 1]])
     row = Pairs(torch.zeros(1, 1, dtype=torch.long), 1)
-    found, scores, written = _columns(PackRows.apply(a, p, ids, row, None), 5)
+    found, scores, written = _columns(PackRows.apply(a, p, write_choices(a, p, ids), row, None), 5)
     assert (found.tolist(), _bits(scores, torch.float32).tolist()) == (a.tolist(), p.tolist())
     assert _bits(written, torch.int32).tolist() == [[4, 2]]
 

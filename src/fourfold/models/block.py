@@ -37,6 +37,9 @@ class ResidualStream:
 
     def __init__(self, a: Tensor, delta: AsyncResult | Ready | Leaving | None = None) -> None:
         self.a, self.delta = a, delta
+        self.begins = [] if delta is None else [delta.waits if isinstance(delta, Leaving) else None]
+        """What the block that reads the stream yields first. It does so again when it runs again, though nothing is in
+        flight then: torch finds what a block keeps by its order, so halves must take the same turns."""
 
     def read(self) -> tuple[Tensor, Tensor | None]:
         """Return both parts; wait for the second one."""
@@ -55,13 +58,16 @@ class BlockInputs:
     """What a block that runs again keeps: the stream of each half, on the device or on the host."""
 
     def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+        self._streams, self._begins = streams, [stream.begins for stream in streams]
         self._offloaded: OffloadedInputs | None = None
 
     def read(self) -> Streams:
         if self._offloaded is None:
             return self._streams
-        return [ResidualStream(a) for a in self._offloaded.take()]
+        streams = [ResidualStream(a) for a in self._offloaded.take()]
+        for stream, begins in zip(streams, self._begins, strict=True):
+            stream.begins = begins
+        return streams
 
     def offload(self, offloader: Offloader) -> None:
         """Let the streams wait on the host, when the first run has added their parts."""
@@ -163,8 +169,7 @@ class TransformerBlock(Layer):
         if in_one and (weights := self._weights_of_whole()) is not None:
             a, delta = weights.block(*stream.read(), batch)
             return ResidualStream(a, Ready(delta))
-        if stream.delta is not None:
-            yield  # the output of the block before may be in flight
+        yield from stream.begins  # the output of the block before may be in flight
         if self.runs_again:
             stream.add_now()  # recompute then keeps one tensor instead of two
         a, normed = self.attention_norm.add(*stream.read())

@@ -338,14 +338,16 @@ def halves_of(
 ) -> Halves:
     """Return into how many interleaved parts the rows of a place are cut, and why.
 
-    The largest message of a layer that a second part could hide decides: activations over x or over y. `packed` rows
-    have several documents each.
+    The largest message of a layer that a second part could hide decides: activations over x or y, or rows to experts.
+    `packed` rows have several documents each.
     """
     over_x = config.hidden // shape.y if shape.x > 1 else 0
     over_y = config.mlp_hidden // shape.x if shape.y > 1 else 0
+    # a token goes to as many ranks as have some of its experts, from the rank that holds it at rest
+    to_experts = min(config.top_k, shape.expert) * (config.hidden // shape.y) // shape.x if shape.expert > 1 else 0
     tokens = rows * seq // shape.context
     whole = _why_whole(config, shape, seq, packed)
-    return choose_halves(policy, rows, tokens * max(over_x, over_y) * itemsize, whole)
+    return choose_halves(policy, rows, tokens * max(over_x, over_y, to_experts) * itemsize, whole)
 
 
 def _why_whole(config: ModelConfig, shape: Shape, seq: int, packed: bool) -> str:

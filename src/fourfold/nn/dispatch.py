@@ -35,7 +35,7 @@ from torch.nn import functional
 
 from fourfold import comm, kernels
 from fourfold.comm import Pending
-from fourfold.engine import Turns
+from fourfold.engine import Turns, Wait
 from fourfold.grid import Grid
 from fourfold.layout import chunk
 from fourfold.nn.router import Routing
@@ -84,13 +84,21 @@ class Pairs:
         """The token of each pair, [P]."""
         return self.order // self.chosen
 
+    def note_missing(self) -> Pairs:
+        """Note which choices go nowhere: all that `keep` must know and that can be found before it is called."""
+        self._point(self.back, self.back < self.bounds[-1])
+        return self
+
     def keep(self, most: int) -> Pairs:
         """Keep `most` pairs: all that go somewhere, and perhaps further ones, which count with 0."""
-        self.bounds.clamp_(max=most)  # a muted grid has sorted what was never received
-        self._point(self.back.clamp(max=most - 1), self.back < self.bounds[-1])
+        if self.goes is None:
+            self.note_missing()
+        # what is beyond: tokens that go nowhere, and on a muted grid what it has sorted without receiving it
+        self.back.clamp_(max=most - 1)
         self.order = self.order[:most]
+        self.bounds.clamp_(max=most)
         if self.number:
-            self.bounds[-1] = most
+            self.bounds[-1:].fill_(most)  # `[-1] = most` would copy a number from the host, which then waits
         self.groups = kernels.RowGroups(self.bounds[1:], most)
         return self
 
@@ -195,20 +203,28 @@ class CombinePairs(torch.autograd.Function):
         return _pick(gradient, ctx.tokens), None
 
 
-class PackRows(torch.autograd.Function):
-    """Forward picks the rows to send, with the bits of p and ids behind each; backward adds up what a token is owed.
-
-        a [m, w], p [m, K] and ids [m, K] -> [S, w + c]
+def write_choices(a: Tensor, p: Tensor, ids: Tensor) -> Tensor:
+    """Return tokens with the bits of p and ids behind each: a [m, w], p [m, K] and ids [m, K] -> [m, w + c].
 
     Ids are written plus 1, so that a row of zeros has no expert.
     """
+    whole_numbers = WHOLE_NUMBERS[p.itemsize]
+    with torch.no_grad():  # `PackRows` has the gradients
+        bits = torch.cat([p.view(whole_numbers), (ids + 1).to(whole_numbers)], dim=1)
+        return torch.cat([a, bits.view(a.dtype)], dim=1)
+
+
+class PackRows(torch.autograd.Function):
+    """Forward picks the rows to send from `written`; backward adds up what the a and p of a token are owed.
+
+    written [m, w + c], of a [m, w] and p [m, K] (`write_choices`) -> [S, w + c]
+    """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, p: Tensor, ids: Tensor, rows: Pairs, empty: Tensor | None) -> Tensor:
+    def forward(ctx: Any, a: Tensor, p: Tensor, written: Tensor, rows: Pairs, empty: Tensor | None) -> Tensor:
         rows.save(ctx)
         ctx.width, ctx.dtype = a.shape[1], p.dtype
-        bits = torch.cat([p.view(WHOLE_NUMBERS[p.itemsize]), (ids + 1).to(WHOLE_NUMBERS[p.itemsize])], dim=1)
-        packed = rows.pick(torch.cat([a, bits.view(a.dtype)], dim=1))
+        packed = rows.pick(written)
         return packed if empty is None else packed.masked_fill_(empty[:, None], 0)
 
     @staticmethod
@@ -289,6 +305,8 @@ class Dispatch:
         self.ranks = self.grid.size("expert")
         self.shares = [chunk(routing.experts, self.ranks, rank) for rank in range(self.ranks)]
         """The experts of each rank along expert."""
+        self.waits = None if self.stays else Wait.ROWS
+        """What tokens on their way wait for, to their experts and back."""
         self.experts = self.shares[self.grid.coords["expert"]]
 
     def turns(self, a: Tensor, scores: Tensor, ids: Tensor) -> Turns[Callable[[], ArrivedTokens]]:
@@ -303,17 +321,19 @@ class Dispatch:
             destinations.masked_fill_(ids >= self.routing.experts, self.ranks)
         rows = self.rows = Pairs(_once(destinations, self.ranks), self.ranks)
         counting = None if self.limit else self._launch_counts(rows, destinations)
-        yield  # the other half computes while the counts travel
-        empty = None
+        wide = torch.promote_types(a.dtype, torch.float32)  # a module's own router may have scores of 16 bits
+        scores = scores.to(torch.promote_types(scores.dtype, wide))
+        # while the counts travel: what can be done before they are known
+        written, empty = write_choices(a, scores, ids), None
         if counting is None:
             self.counts = self._padded()
             empty = rows.pad(self.counts.sent[0])
         else:
+            rows.note_missing()
+            yield Wait.COUNTS
             self.counts = counting()
             rows.keep(sum(self.counts.sent))
-        wide = torch.promote_types(a.dtype, torch.float32)  # a module's own router may have scores of 16 bits
-        scores = scores.to(torch.promote_types(scores.dtype, wide))
-        packed = PackRows.apply(a, scores, ids, rows, empty)
+        packed = PackRows.apply(a, scores, written, rows, empty)
         arriving: AsyncResult | Ready = Ready(packed)
         if self.ranks > 1:
             arriving = self.site.launch(packed, self._to_experts, self._from_experts)
@@ -432,7 +452,7 @@ def _once(destinations: Tensor, ranks: int) -> Tensor:
     if destinations.shape[1] == 1:
         return destinations
     again = destinations[:, :, None] == destinations[:, None, :]
-    return destinations.masked_fill(again.tril(-1).any(-1), ranks)
+    return torch.where(again.tril(-1).any(-1), ranks, destinations)
 
 
 def stays(grid: Grid) -> bool:

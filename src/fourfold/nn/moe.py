@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fourfold import kernels
 from fourfold.comm import Pending
-from fourfold.engine import Turns
+from fourfold.engine import Turns, Wait
 from fourfold.gradients import ForwardPass
 from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Init, Layout, Spec
@@ -213,6 +213,11 @@ class Leaving(NamedTuple):
     dispatch: Dispatch
     rows: AsyncResult | Ready
     shared: AsyncResult | Ready | None
+
+    @property
+    def waits(self) -> Wait | None:
+        """What reading the outputs waits for."""
+        return self.dispatch.waits
 
     def wait(self) -> Tensor:
         out = all_rows(self.dispatch.site, self.dispatch.combine(self.rows.wait()))
@@ -403,7 +408,7 @@ class MoE(GatedExperts):
     def _of_fold(self, a: Tensor, tokens: int, sent: Sent) -> Turns[Returning]:
         """Compute the experts of the tokens that arrive; the MLP beside them runs while these travel."""
         shared = None if self.shared is None else (yield from self.shared.turns(a, tokens))
-        yield
+        yield sent.dispatch.waits
         arrived = sent.land()
         out = yield from self.compute_experts(arrived.a, arrived.p, arrived.pairs, sent.dispatch.site)
         return Returning(sent.dispatch, out, shared)

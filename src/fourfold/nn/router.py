@@ -417,22 +417,19 @@ class Router(Layer):
         if self.engine.recomputing:
             return
         flat = ids.flatten()
-        ones = torch.ones_like(ids) if real is None else real[:, None].expand_as(ids).long()
-
-        def by_expert(pairs: Tensor) -> Tensor:
-            return torch.zeros_like(self.load).index_add_(0, flat, pairs.flatten())
-
-        chosen = by_expert(ones)
+        ones = torch.ones_like(flat) if real is None else real[:, None].expand_as(ids).long().flatten()
         if self.training and torch.is_grad_enabled():
             if self.bias is not None:
-                self.chosen.add_(chosen)
+                self.chosen.index_add_(0, flat, ones)
             if self.companions is not None:
                 both = (ids[:, :, None] * self.routing.experts + ids[:, None, :]).flatten()
-                self.companions.view(-1).index_add_(0, both, ones.repeat_interleave(ids.shape[1], 1).flatten())
-        had = chosen if taken is None else by_expert(ones * taken)
-        self.load.add_(had)
-        if taken is not None:
-            self.dropped.add_((chosen - had).sum())
+                self.companions.view(-1).index_add_(0, both, ones[:, None].expand(-1, ids.shape[1]).flatten())
+        if taken is None:
+            self.load.index_add_(0, flat, ones)
+        else:
+            had = ones * taken.flatten()
+            self.load.index_add_(0, flat, had)
+            self.dropped.add_((ones - had).sum())
 
     def _factor(self) -> Factor:
         """Return the weight as the factor of a product; it is kept."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal
 
 from fourfold.axes import CONTEXT
-from fourfold.engine import Turns
+from fourfold.engine import Turns, Wait
 from fourfold.ledger import Collective
 from fourfold.planner.layers import LayerProgram, Moving, gathered, operator_messages
 from fourfold.planner.program import (
@@ -121,9 +121,9 @@ class MixtureProgram:
         if counts and "expert" in structure.used_axes:
             sizes = half.counts_nbytes, half.counts_sent_nbytes
             counting = host.launch(lambda: half.all_to_all(*sizes, label, "expert"))
-        yield  # the other half computes while the counts travel
-        counting.wait()
         if counts:
+            yield Wait.COUNTS
+            counting.wait()
             host.communicate(lambda: half.message("all_gather", "ex", half.counts_joined_nbytes, label))
             host.read_result()  # the numbers of rows
         host.compute(ElementwiseOp(f"pack {label}", 4 * half.packed_nbytes))
@@ -159,7 +159,7 @@ class MixtureProgram:
         half, structure = self.half, self.structure
         if self.layers.config.shared_hidden:
             yield from self.layers.mlp(f"{self.prefix}.shared", half, again=False, inside="shared")
-        yield
+        yield Wait.ROWS if structure.sends else None
         self.entering.land()
         if structure.sends:
             self._land()
@@ -298,6 +298,8 @@ class LeavingExperts:
 
     def __init__(self, mixture: MixtureProgram, rows: Moving, shared: Moving) -> None:
         self.mixture, self.rows, self.shared = mixture, rows, shared
+        self.waits = Wait.ROWS if mixture.structure.sends else None
+        """What reading the outputs waits for."""
 
     def land(self) -> None:
         mixture, rows, shared = self.mixture, self.rows, self.shared

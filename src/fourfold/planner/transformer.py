@@ -16,7 +16,7 @@ from fourfold.layout import GATHERED
 from fourfold.ledger import Collective
 from fourfold.planner.context import ContextProgram
 from fourfold.planner.layers import LayerProgram, Moving, gathered, operator_messages
-from fourfold.planner.mixture import MixtureProgram
+from fourfold.planner.mixture import LeavingExperts, MixtureProgram
 from fourfold.planner.program import (
     NO_MOVE,
     AttentionOp,
@@ -47,10 +47,12 @@ def whole_model(layers: int) -> ModelPart:
 class PlannedStream:
     """The residual stream; `delta` is what the last sublayer adds, which may still be in flight."""
 
-    __slots__ = ("delta",)
+    __slots__ = ("begins", "delta")
 
     def __init__(self, delta: Moving | None = None) -> None:
         self.delta = delta
+        self.begins = [] if delta is None else [delta.waits if isinstance(delta, LeavingExperts) else None]
+        """What the block that reads the stream yields first, also when it runs again."""
 
     def read(self) -> None:
         if self.delta is not None:
@@ -457,8 +459,7 @@ class TransformerProgram(LayerProgram):
 
     def block(self, index: int, stream: PlannedStream, half: LocalSizes) -> Turns[PlannedStream]:
         prefix = f"layers.{index}"
-        if stream.delta is not None:
-            yield
+        yield from stream.begins
         if self.recompute == "block":  # add the parts now, so that the block keeps one tensor and not two
             stream.read()
             stream.delta = None
