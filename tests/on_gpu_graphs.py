@@ -158,7 +158,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "sgd": ("gpt-tiny", {}, 1, {"optimizer_kind": "SGD"}),
     "tokens to the table": ("gpt-tiny", {"even_tokens": True}, 1, {"vocab": 1000}),
     "lora": ("gpt-tiny", {}, 1, {"lora": LoraConfig(rank=4, dropout=0.1)}),
-    "mixture": ("moe-tiny", {"compute_dtype": "bfloat16"}, 2, {"bias_rate": 0.01, "capacity": 1.0, "groups": 4}),
+    "mixture": (
+        "moe-tiny",
+        {"compute_dtype": "bfloat16"},
+        2,
+        {"bias_rate": 0.01, "capacity": 1.0, "groups": 4, "expert_hidden": 64},  # rows of 16 bytes on x=4
+    ),
     "parallelize gpt": ("gpt-tiny", {}, 1, {"wrapped": True}),
     "parallelize llama bf16": ("llama-tiny", {"compute_dtype": "bfloat16"}, 1, {"wrapped": True}),
 }

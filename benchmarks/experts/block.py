@@ -3,16 +3,19 @@
     python benchmarks/experts/block.py                  # 4 NCCL ranks, each with a quarter of a GPU
     python benchmarks/experts/block.py --device cpu     # 4 gloo ranks of this machine
     python benchmarks/experts/block.py --wait           # and how long the host waits for counts
+    python benchmarks/experts/block.py --wait --layers 4    # a whole model of 4 blocks, with attention
 
 A block is a router, the dispatch of tokens, gated experts and the combination of what they return; no attention, no
-optimizer. Every rank has its own tokens; weights and tokens of all sides are equal, and outputs and gradients are
-compared before anything is timed. Each side of Fourfold is a grid; `halves` cuts the tokens of a rank into two parts
-that take turns. Sides take turns, one step each in every round, in one order and then in the other; a step takes as
-long as its slowest rank. Beside each step of Fourfold its computation alone and its communication alone are timed:
-the larger of both bounds a step whose messages hide behind its products.
+optimizer. With `--layers` it is a model of so many blocks (`whole_model.py`). Every rank has its own tokens; weights
+and tokens of all sides are equal, and outputs and gradients are compared before anything is timed. Each side of
+Fourfold is a grid; `halves` cuts the tokens of a rank into two parts that take turns. Sides take turns, one step each
+in every round, in one order and then in the other; a step takes as long as its slowest rank. Beside each step of
+Fourfold its computation alone and its communication alone are timed: the larger of both bounds a step whose messages
+hide behind its products.
 
 Without attention there is nothing behind which the first dispatch could hide, so waits for counts (`--wait`) are the
-longest that a model can have. With `--budget` no round begins that would not end in time; what was measured is written.
+longest that a model can have; `--layers` tells how long they are in one. With `--budget` no round begins that would not
+end in time; what was measured is written.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,13 +41,14 @@ import fourfold as ff
 from benchmarks.experts.bounds import Bounds, MessageBuffers
 from benchmarks.experts.plain_experts import ExpertParallelBlock
 from benchmarks.experts.waits import HostWaits, WaitTimes, waits_of_dispatch
+from benchmarks.experts.whole_model import ExpertParallelModel, FourfoldModel
 from benchmarks.experts.workload import (
-    LARGEST_ERROR,
     BlockSide,
     BlockSize,
     FourfoldBlock,
     Way,
     errors,
+    largest_error,
     told_error,
     weights_of,
 )
@@ -85,12 +90,17 @@ def prepare(state: BlockRank, size: BlockSize, ways: Sequence[Way]) -> dict[str,
     """Build all sides on this rank; return how much the results of each differ from those of plain torch."""
     state.sides.clear()
     state.bounds.clear()
-    weights, buffers = weights_of(size, state.device), MessageBuffers()
-    plain = ExpertParallelBlock(state, size, weights)
+    buffers, make = MessageBuffers(), partial(FourfoldModel, size=size)
+    plain: ExpertParallelModel | ExpertParallelBlock
+    if size.layers:
+        plain = ExpertParallelModel(state, size)
+    else:
+        weights = weights_of(size, state.device)
+        plain, make = ExpertParallelBlock(state, size, weights), partial(FourfoldBlock, size=size, weights=weights)
     state.sides[PLAIN], state.waits[PLAIN] = plain, plain.waits
     right, found = plain.results(), {}
     for way in ways:
-        side = FourfoldBlock(state, way, size, weights)
+        side = make(state, way)
         found[str(way)] = errors(side.results(), right)
         state.sides[str(way)], state.waits[str(way)] = side, HostWaits(state.device)
         state.bounds[str(way)] = Bounds(side.step, side.grid, buffers)
@@ -133,6 +143,7 @@ def ways_on(ranks: int) -> list[Way]:
         Way(ff.Shape(z=ranks, expert=half, ez=2), 2),
         Way(ff.Shape(z=ranks)),
         Way(ff.Shape(x=2, z=half, expert=ranks)),
+        Way(ff.Shape(x=2, z=half, expert=ranks), 2),
         Way(ff.Shape(x=2, z=half, expert=half, ex=2)),
         Way(ff.Shape(x=2, z=half)),
         Way(ff.Shape(x=2, z=half), 2),
@@ -217,7 +228,7 @@ def step_rows(answer: Answer, device: str) -> list[list[str]]:
                 "" if of_bound is None else f"{of_bound:.2f}",
                 f"{statistics.median(ratios):.2f}",
                 f"{min(ratios):.2f} to {max(ratios):.2f}",
-                "" if error is None else told_error(error, LARGEST_ERROR[device]),
+                "" if error is None else told_error(error, largest_error(answer.size, device)),
             ]
         )
     return rows
@@ -301,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts", type=int, nargs="+", default=EXPERTS)
     parser.add_argument("--chosen", type=int, nargs="+", default=CHOSEN, help="how many experts a token chooses")
     parser.add_argument("--tokens", type=int, help="of a rank")
+    parser.add_argument("--layers", type=int, default=0, help="measure a model of so many blocks, with attention")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--sides", nargs="+", help="grids of Fourfold, such as 'z=4 expert=4'; default: all")
     parser.add_argument("--wait", action="store_true", help="also measure how long the host waits for counts")
@@ -320,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--sides {' '.join(options.sides)}: sides are {'; '.join(map(str, ways_on(options.ranks)))}")
     width, hidden, tokens = SIZES[options.device]
     answers = [
-        Answer(BlockSize(experts, chosen, width, hidden, options.tokens or tokens))
+        Answer(BlockSize(experts, chosen, width, hidden, options.tokens or tokens, options.layers))
         for experts in options.experts
         for chosen in options.chosen
     ]
@@ -338,7 +350,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             out = options.out or RESULTS / f"{date.today()}-experts-{options.device}.md"
             out.write_text(page(answers, options.device, where))
             print(out.read_text())
-    return int(any(error > LARGEST_ERROR[options.device] for answer in answers for error in answer.errors.values()))
+    return int(
+        any(max(each.errors.values(), default=0.0) > largest_error(each.size, options.device) for each in answers)
+    )
 
 
 def measure_all(answers: Sequence[Answer], ways: Sequence[Way], options: argparse.Namespace) -> None:

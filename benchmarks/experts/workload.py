@@ -24,7 +24,7 @@ from fourfold.params import local_of
 STD = 0.02
 """The standard deviation of weights."""
 LARGEST_ERROR = {"cuda": 0.03, "cpu": 1e-5}
-"""The largest difference of two sides by rounding, as a share of the norm of what differs: bf16 and fp32."""
+"""`largest_error` of a mixture by itself: bf16 and fp32."""
 KEEPING = ff.Policy(keep_gathered=True, keep_weights=True)
 """Keeps for backward what forward has gathered, as expert parallelism in plain torch does."""
 
@@ -41,6 +41,8 @@ class BlockSize:
     """The hidden units of an expert."""
     tokens: int
     """The tokens of a rank."""
+    layers: int = 0
+    """The blocks of a whole model (`whole_model.py`); 0 for a mixture by itself."""
 
     @property
     def flops(self) -> int:
@@ -49,9 +51,10 @@ class BlockSize:
 
     @property
     def about(self) -> str:
+        whole = f"A model of {self.layers} blocks with attention, w" if self.layers else "W"
         return (
-            f"Width {self.width}, {self.hidden} hidden units of an expert, {self.tokens:,} tokens of a rank, gated "
-            "experts, no token dropped"
+            f"{whole}idth {self.width}, {self.hidden} hidden units of an expert, {self.tokens:,} tokens of a rank, "
+            "gated experts, no token dropped"
         )
 
 
@@ -86,15 +89,19 @@ def drawn(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randn(shape, generator=generator, device=device, dtype=dtype_on(device))
 
 
-def weights_of(size: BlockSize, device: torch.device) -> dict[str, Tensor]:
-    """Return the whole weights, equal on all ranks."""
-    shapes = {
+def shapes_of(size: BlockSize) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the whole weights of a mixture."""
+    return {
         "router.weight": (size.experts, size.width),
         "gate": (size.experts, size.hidden, size.width),
         "up": (size.experts, size.hidden, size.width),
         "down": (size.experts, size.width, size.hidden),
     }
-    return {name: STD * drawn(seed, shape, device) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+def weights_of(size: BlockSize, device: torch.device) -> dict[str, Tensor]:
+    """Return the whole weights, equal on all ranks."""
+    return {name: STD * drawn(seed, shape, device) for seed, (name, shape) in enumerate(shapes_of(size).items())}
 
 
 def tokens_of(size: BlockSize, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -172,6 +179,14 @@ def joined(own: Tensor) -> Tensor:
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own.contiguous())  # noqa: TID251  # of a peer, which has no grid
     return torch.cat(parts)
+
+
+def largest_error(size: BlockSize, device: str) -> float:
+    """Return the largest difference of two sides by rounding, as a share of the norm of what differs.
+
+    In bf16 a few tokens of a whole model go to other experts by rounding, and their gradients with them.
+    """
+    return LARGEST_ERROR[device] * (5 if size.layers and device == "cuda" else 1)
 
 
 def errors(found: BlockResult, right: BlockResult) -> float:

@@ -319,18 +319,19 @@ class Dispatch:
         destinations = ids // len(self.shares[0])
         if self.ranks * len(self.shares[0]) > self.routing.experts:  # else the rank behind the last one is found
             destinations.masked_fill_(ids >= self.routing.experts, self.ranks)
-        rows = self.rows = Pairs(_once(destinations, self.ranks), self.ranks)
-        counting = None if self.limit else self._launch_counts(rows, destinations)
+        counting = None if self.limit else self._launch_counts(destinations)
+        if counting is not None:
+            yield Wait.COUNTS
+        # the counts travel while all is launched that can be before they are known
         wide = torch.promote_types(a.dtype, torch.float32)  # a module's own router may have scores of 16 bits
         scores = scores.to(torch.promote_types(scores.dtype, wide))
-        # while the counts travel: what can be done before they are known
         written, empty = write_choices(a, scores, ids), None
+        rows = self.rows = Pairs(_once(destinations, self.ranks), self.ranks)
         if counting is None:
             self.counts = self._padded()
             empty = rows.pad(self.counts.sent[0])
         else:
             rows.note_missing()
-            yield Wait.COUNTS
             self.counts = counting()
             rows.keep(sum(self.counts.sent))
         packed = PackRows.apply(a, scores, written, rows, empty)
@@ -363,11 +364,10 @@ class Dispatch:
 
     # --- counts
 
-    def _launch_counts(self, rows: Pairs, destinations: Tensor) -> Callable[[], RowCounts]:
+    def _launch_counts(self, destinations: Tensor) -> Callable[[], RowCounts]:
         """Launch the all-to-all of rows and pairs for each rank; return what waits for it."""
-        flat = destinations.flatten()
-        pairs = flat.new_zeros(self.ranks + 1).scatter_add_(0, flat, torch.ones_like(flat))
-        counts = torch.stack([rows.counts.long(), pairs[:-1]], dim=1)
+        there = destinations[:, :, None] == torch.arange(self.ranks, device=destinations.device)  # [m, K, ranks]
+        counts = torch.stack([there.any(1).sum(0), there.sum((0, 1))], dim=1)
         arriving, each, over_ex = Pending(lambda: counts), [1] * self.ranks, self.grid.size("ex") > 1
         if self.ranks > 1:
             arriving = comm.all_to_all(counts, self.grid, "expert", each, each, label=self.label)

@@ -110,11 +110,11 @@ class MixtureProgram:
         yield from self._count()
         if structure.sharded and structure.over_y:  # every rank along y multiplies its own hidden units by p
             self._back_at_once(lambda: half.message("all_reduce", "y", half.choice_rest_nbytes, label))
-        self._sort(half.sorting_nbytes, half.pair_index_nbytes)
         if structure.over_x and not structure.sharded:  # each rank along x sends its part of the tokens
             self._back_at_once(lambda: half.message("all_gather", "x", half.own_stream_nbytes, label))
             self._back_at_once(lambda: half.message("all_gather", "x", half.own_scores_nbytes, label))
         if not structure.sends:
+            self._sort(half.sorting_nbytes, half.pair_index_nbytes)
             host.on_backward(self._leave_stream, reads=False)
             return
         counting, counts = NOTHING_SENT, not host.policy.pad_experts
@@ -123,6 +123,8 @@ class MixtureProgram:
             counting = host.launch(lambda: half.all_to_all(*sizes, label, "expert"))
         if counts:
             yield Wait.COUNTS
+        self._sort(half.sorting_nbytes, half.pair_index_nbytes)
+        if counts:
             counting.wait()
             host.communicate(lambda: half.message("all_gather", "ex", half.counts_joined_nbytes, label))
             host.read_result()  # the numbers of rows
