@@ -24,7 +24,7 @@ from fourfold.params import local_of
 STD = 0.02
 """The standard deviation of weights."""
 LARGEST_ERROR = {"cuda": 0.03, "cpu": 1e-5}
-"""`largest_error` of a mixture by itself: bf16 and fp32."""
+"""The largest difference of two sides by rounding, as a share of the norm of what differs: bf16 and fp32."""
 KEEPING = ff.Policy(keep_gathered=True, keep_weights=True)
 """Keeps for backward what forward has gathered, as expert parallelism in plain torch does."""
 
@@ -181,18 +181,11 @@ def joined(own: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def largest_error(size: BlockSize, device: str) -> float:
-    """Return the largest difference of two sides by rounding, as a share of the norm of what differs.
-
-    In bf16 a few tokens of a whole model go to other experts by rounding, and their gradients with them.
-    """
-    return LARGEST_ERROR[device] * (5 if size.layers and device == "cuda" else 1)
-
-
-def errors(found: BlockResult, right: BlockResult) -> float:
+def errors(found: BlockResult, right: BlockResult, *, gradients: bool = True) -> float:
     """Return the largest difference of two results, as a share of the norm of what differs."""
-    pairs = [(found.out, right.out), (found.da, right.da)]
-    pairs += [(found.weights[name], whole) for name, whole in right.weights.items()]
+    pairs = [(found.out, right.out)]
+    if gradients:
+        pairs += [(found.da, right.da), *((found.weights[name], whole) for name, whole in right.weights.items())]
     return max(float((one.float() - other.float()).norm() / other.float().norm()) for one, other in pairs)
 
 

@@ -3,6 +3,7 @@ them; or on one rank that has all of it, eager, compiled and captured.
 
     python benchmarks/planner/on_gpu.py --budget 300
     python benchmarks/planner/on_gpu.py --ranks 1 --budget 150
+    python benchmarks/planner/on_gpu.py --experts --budget 200            # a mixture of experts, on folds
     python benchmarks/planner/on_gpu.py --lines 'pipe=4' --rounds 5
     python benchmarks/planner/on_gpu.py --device cpu --rounds 1           # tiny, a smoke test
     python benchmarks/planner/on_gpu.py --list
@@ -105,6 +106,33 @@ def lines_of(layers: int) -> Iterator[Line]:
     yield _line(ff.Shape(data=2, pipe=2), sharded, 8, "sharded optimizer")
     for shape in (ff.Shape(data=4), ff.Shape(z=4), ff.Shape(x=4), ff.Shape(x=2, data=2), ff.Shape(x=2, z=2)):
         yield _line(shape, plain, 1)
+
+
+def mixture(gpu: bool) -> Workload:
+    """Return a few blocks with experts as wide as those of Qwen3-30B-A3B, or a tiny mixture."""
+    if not gpu:
+        return Workload("tiny-mixture", ff.models.config("moe-tiny", vocab=256, seq=16), 16, torch.float32)
+    sizes = dict(layers=3, experts=32, top_k=4, vocab=8192, seq=2048)
+    return Workload("mixture-0.5b", ff.models.config("qwen3-30b-a3b", **sizes), 8, torch.bfloat16)
+
+
+def lines_of_folds() -> Iterator[Line]:
+    """Yield grids on which tokens travel to experts, weights travel to tokens, or both."""
+    for shape in (
+        ff.Shape(data=4),
+        ff.Shape(z=4),
+        ff.Shape(x=2, z=2),
+        ff.Shape(data=4, expert=4),
+        ff.Shape(z=4, expert=4),
+        ff.Shape(z=4, expert=2, ez=2),
+        ff.Shape(x=2, z=2, expert=4),
+        ff.Shape(x=2, data=2, expert=2, ex=2),
+        ff.Shape(data=2, pipe=2, expert=2),
+    ):
+        policy = ff.Policy(schedule="1f1b") if shape.pipe > 1 else ff.Policy()
+        yield _line(shape, policy, 2 * shape.pipe if shape.pipe > 1 else 1)
+    whole = ff.Policy(overlap=ff.Overlap(halves=1))
+    yield _line(ff.Shape(data=4, expert=4), whole, 1, "not in halves")
 
 
 def _line(shape: ff.Shape, policy: ff.Policy, micro_batches: int, what: str = "") -> Line:
@@ -241,7 +269,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     gpu, ranks = options.device == "cuda", options.ranks
     whole = workload(gpu)
-    every = list(alone(gpu)) if ranks == 1 else [(whole, list(lines_of(whole.config.layers)))]
+    if options.experts:
+        every = [(mixture(gpu), list(lines_of_folds()))]
+    else:
+        every = list(alone(gpu)) if ranks == 1 else [(whole, list(lines_of(whole.config.layers)))]
     planned = [
         PlannedLines(f"{ranks}:{work.name}", work, [line for line in lines if options.lines.search(line.name)])
         for work, lines in every
@@ -268,7 +299,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = shared_options(__doc__, "planner-on-gpu", rounds=3, warmup=GRAPH_WARMUP + 1)
     parser.add_argument("--ranks", type=int, choices=(1, RANKS), default=RANKS, help="ranks that share the GPU")
-    return parse_shared(parser, arguments, "planner/on_gpu.py")
+    parser.add_argument("--experts", action="store_true", help="train a mixture of experts, on folds of four ranks")
+    options = parse_shared(parser, arguments, "planner/on_gpu.py")
+    if options.experts and options.ranks == 1:
+        parser.error("--experts --ranks 1: a fold needs several ranks")
+    return options
 
 
 if __name__ == "__main__":
