@@ -364,47 +364,38 @@ class TurnOrder:
     def __init__(self, parts: int) -> None:
         self.current = 0
         """The part that runs next."""
-        self._open = dict.fromkeys(range(parts))  # the parts that have not ended
+        self._open = list(range(parts))  # the parts that have not ended
         self._travelling: list[int] = []  # those whose rows travel, the first to have sent them first
         self._counting: int | None = None  # the one for which another runs a step
-        self._ahead = False  # whether the first part has run its first step
+        self._steps = 0  # that have run
 
     def waits(self, wait: Wait | None) -> None:
         """Note that the current part waits; find the next one."""
-        here, first_step = self.current, not self._ahead
-        self._ahead = True
-        if here in self._travelling:
-            self._travelling.remove(here)
+        self._step_of(self.current)
         if wait is Wait.ROWS:
-            self._travelling.append(here)
-        if self._counting is not None:
-            self.current, self._counting = self._counting, None
-        elif wait is Wait.COUNTS:
-            self._counting, self.current = here, self._behind(here)[0]
-        elif wait is Wait.ROWS or not first_step:
-            self._go_on()
+            self._travelling.append(self.current)
+        self._choose(self.current, wait)
 
     def ends(self) -> None:
         """Note that the current part has ended; find the next one, if there is any."""
-        del self._open[self.current]
-        self._ahead = True
-        if self.current in self._travelling:
-            self._travelling.remove(self.current)
+        self._step_of(self.current)
+        self._open.remove(self.current)
+        if self._open:
+            self._choose(self.current)
+
+    def _step_of(self, part: int) -> None:
+        self._steps += 1
+        self._travelling = [each for each in self._travelling if each != part]
+
+    def _choose(self, here: int, wait: Wait | None = None) -> None:
+        others = [part for part in self._open if part > here] + [part for part in self._open if part < here]
         if self._counting is not None:
             self.current, self._counting = self._counting, None
-        elif self._open:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Go on with the next part whose rows do not travel, or else with the one that has sent them first."""
-        here = self.current
-        ready = [part for part in (*self._behind(here), here) if part in self._open and part not in self._travelling]
-        self.current = ready[0] if ready else self._travelling[0]
-
-    def _behind(self, part: int) -> list[int]:
-        """Return the other parts that have not ended, in their turn behind this one; itself if there is none."""
-        others = [each for each in self._open if each != part]
-        return [each for each in others if each > part] + [each for each in others if each < part] or [part]
+        elif wait is Wait.COUNTS and others:
+            self.current, self._counting = others[0], here
+        elif wait is not None or self._steps > 1 or here not in self._open:  # else the first part gets a step ahead
+            ready = [part for part in (*others, here) if part in self._open and part not in self._travelling]
+            self.current = (ready or self._travelling)[0]
 
 
 class Engine:

@@ -31,9 +31,9 @@ class Overlap:
     wgrad_behind_messages: bool = True
     """In backward compute a weight gradient while the collective that the input gradient needs is in flight."""
     halves: int | None = None
-    """Number of parts, 1 or 2, of the local batch that take turns, so that the collectives of one over x and y overlap
-    with the products of the other. By default 2 if there are two rows and that pays off, else 1. With 2, a single row
-    is cut as well: attention of its second half also reads the keys of the first."""
+    """Number of parts, 1 or 2, of the local batch that take turns, so that the messages of one over x and y, or to
+    experts, overlap with the products of the other. By default 2 if there are two rows and that pays off, else 1. With
+    2, a single row is cut as well: attention of its second half also reads the keys of the first."""
     reduce_early: bool = True
     """Sum gradients over data as soon as they are final, and with a sharded optimizer gather the stepped parameters
     behind the next forward. Reading such a parameter waits for it; tensors taken from it before the step do not."""
