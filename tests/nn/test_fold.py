@@ -542,6 +542,32 @@ def test_padded_rows_of_unequal_places_are_refused(ranks) -> None:
         ranks(2).run(rows_of_unequal_places, True)
 
 
+def halves_of_unequal_places(lengths: list[tuple[int, int]]) -> list[tuple[float, int]]:
+    """Return the losses of batches whose rows have one length in the first place and another in the second, and into
+    how many halves they were cut."""
+    grid, found = grid_of(Shape(z=2, expert=2)), []
+    config = mixture(layers=1, hidden=192, heads=4, kv_heads=4, head_dim=48, seq=512)
+    model = ff.models.build(config, grid, dtype=torch.float64, seed=5)
+    for by_place in lengths:
+        seq = by_place[grid.coords["z"]]
+        tokens = torch.arange(2 * seq).view(2, seq) % 48
+        loss = model(tokens, tokens)
+        loss.backward()
+        found.append((loss.item(), model.halves(2, seq).number))
+        with torch.no_grad():
+            assert abs(model(tokens, tokens).item() - loss.item()) < 1e-12
+    return found
+
+
+def test_places_of_a_fold_cut_their_rows_alike(ranks) -> None:
+    """Of 400 tokens by themselves into two halves, of 200 not; and as they began."""
+    large, small, mixed = ranks(2).run(halves_of_unequal_places, [(400, 400), (200, 200), (400, 200)])[0]
+    assert [large[1], small[1], mixed[1]] == [2, 2, 2]
+    (other, whole), (again, after) = ranks(2).run(halves_of_unequal_places, [(400, 200), (400, 400)])[0]
+    assert [whole, after] == [1, 1]
+    assert abs(other - mixed[0]) < 1e-12 and abs(again - large[0]) < 1e-12
+
+
 def folded_without_experts() -> None:
     grid, padded = grid_of(Shape(z=2, expert=2)), Policy(pad_experts=True)
     with pytest.raises(ValueError, match="capacity=0 has no limit"):

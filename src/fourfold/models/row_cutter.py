@@ -36,10 +36,15 @@ class RowCutter:
     """The dtype of products and messages."""
     drops: bool
     """Whether the capacity of experts counts."""
+    agreed: int | None = None
+    """Into how many halves all places of a fold cut their rows; None before they have agreed, and on other grids."""
 
     def halves(self, rows: int, seq: int, *, packed: bool = False) -> Halves:
         """Return into how many halves the rows of a place are cut, and why; `packed` rows have several documents."""
-        return halves_of(self.config, self.grid.shape, self.policy, rows, seq, self.compute.itemsize, packed=packed)
+        found = halves_of(self.config, self.grid.shape, self.policy, rows, seq, self.compute.itemsize, packed=packed)
+        if self.agreed is None or rows < 2 or found.number == self.agreed:
+            return found
+        return Halves(self.agreed, "all places of a fold cut their rows alike, as in the first batch")
 
     def cut_rows(
         self, rows: int, seq: int, documents: Sequence[int] | None = None

@@ -72,6 +72,7 @@ class Transformer(Layer):
             )
         self.config = config
         self._compared = False
+        self._agreed_halves: dict[bool, int] = {}  # on a fold, with gradients and without
         self._usual = torch.Size((1, 1))
         """The shape of the last batch that could be read."""
         self._had_documents = False
@@ -171,6 +172,7 @@ class Transformer(Layer):
                 positions = positions_on_device(documents, tokens.shape)
             documents, most = None, len(documents)
         documents = whole_lengths(documents)
+        self._agree_on_halves(tokens, packed=positions is not None or documents is not None)
         cutter = self._cutter()
         compare = not tokens.is_meta and (self.policy.check_inputs or not self._compared)
         checks = RowChecks(cutter, learned=self.positions is not None)
@@ -192,6 +194,15 @@ class Transformer(Layer):
         halves = cutter.cut(tokens, targets, positions, documents, most, ignore_index)
         shape = tokens.shape if self.grid.shape.context == 1 else (1, sum(half.tokens.numel() for half in halves))
         return MicroBatch(halves, torch.Size(shape), targets is not None, ignore_index, fault)
+
+    def _agree_on_halves(self, tokens: Tensor, *, packed: bool) -> None:
+        """Let all places of a fold cut their rows alike, also where they have unequal numbers of tokens: each half
+        sends rows to experts of other places, so all of them must have equally many."""
+        with_gradients, by_itself = torch.is_grad_enabled(), self.policy.overlap.halves is None
+        if not (by_itself and self.grid.shape.folded) or tokens.is_meta or with_gradients in self._agreed_halves:
+            return
+        own = self.halves(*tokens.shape, packed=packed).number if is_batch(tokens) else 1
+        self._agreed_halves[with_gradients] = own if comm.equal_along(own, self.grid, BATCH) else 1
 
     def report(self, batch: MicroBatch, faults: Tensor) -> None:
         """Raise if the rows of this place or of another one were refused."""
@@ -425,7 +436,8 @@ class Transformer(Layer):
         return self.embedding.weight if shared else None
 
     def _cutter(self) -> RowCutter:
-        return RowCutter(self.config, self.grid, self.policy, self.compute, self._drops)
+        agreed = self._agreed_halves.get(torch.is_grad_enabled())
+        return RowCutter(self.config, self.grid, self.policy, self.compute, self._drops, agreed)
 
     def _run(
         self,
