@@ -372,30 +372,37 @@ class Dispatch:
         if self.ranks > 1:
             arriving = comm.all_to_all(counts, self.grid, "expert", each, each, label=self.label)
 
+        read = [counts]
+
         def found() -> Tensor:
-            here = arriving.wait()[None]
-            return comm.all_gather(here, self.grid, "ex", label=self.label).wait() if over_ex else here
+            read.append(arriving.wait()[None])
+            if over_ex:
+                read.append(comm.all_gather(read[-1], self.grid, "ex", label=self.label).wait())
+            return read[-1]
 
         if counts.is_meta or self.grid.muted:  # there are no numbers
             tokens = len(destinations)
             return lambda: (found(), self._balanced(tokens))[1]
         if not counts.is_cuda:
             return lambda: self._noted(counts.tolist(), found().tolist())
-        return self._copied(counts, found)
+        return self._copied(read, found)
 
-    def _copied(self, counts: Tensor, found: Callable[[], Tensor]) -> Callable[[], RowCounts]:
-        """Copy the counts to the host beside what the device computes; the host waits for the copies alone."""
-        own, side = torch.cuda.current_stream(counts.device), _side_stream(counts.device)
+    def _copied(self, read: list[Tensor], found: Callable[[], Tensor]) -> Callable[[], RowCounts]:
+        """Copy the counts to the host beside what the device computes; the host waits for the copies alone.
+
+        `read` gets all tensors that the side stream reads, the counts of this rank first. Without a reference to them
+        their memory would go to kernels of the main stream, which does not wait for the side stream.
+        """
+        device = read[0].device
+        own, side = torch.cuda.current_stream(device), _side_stream(device)
         side.wait_stream(own)
         with torch.cuda.stream(side):
-            arrived = found()
-            copies = [each.to("cpu", non_blocking=True) for each in (counts, arrived)]
+            copies = [each.to("cpu", non_blocking=True) for each in (read[0], found())]
             copied = side.record_event()
-        for each in (counts, arrived):
-            each.record_stream(side)
 
         def on_host() -> RowCounts:
             copied.synchronize()
+            read.clear()
             return self._noted(copies[0].tolist(), copies[1].tolist())
 
         return on_host
