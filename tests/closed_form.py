@@ -52,7 +52,7 @@ class ClosedForm:
     def halves(self) -> list[dict[str, int]]:
         """The rows of each half of a micro-step, or its tokens of a single row."""
         sizes = self.rows, self.seq, self.compute_itemsize
-        number = halves_of(self.config, self.shape, self.policy, *sizes, packed=False).number
+        number = halves_of(self.config, self.shape, self.policy, *sizes, packed=False, alike=True).number
         cut, whole = ("rows", self.rows) if number <= self.rows else ("seq", self.seq)
         return [{cut: len(chunk(whole, number, index)), "half": index} for index in range(number)]
 

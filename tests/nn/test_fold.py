@@ -542,30 +542,69 @@ def test_padded_rows_of_unequal_places_are_refused(ranks) -> None:
         ranks(2).run(rows_of_unequal_places, True)
 
 
-def halves_of_unequal_places(lengths: list[tuple[int, int]]) -> list[tuple[float, int]]:
-    """Return the losses of batches whose rows have one length in the first place and another in the second, and into
-    how many halves they were cut."""
-    grid, found = grid_of(Shape(z=2, expert=2)), []
+def losses_of_unequal_places(first: int, second: int, alike: bool, **policy: Any) -> tuple[list[float], int]:
+    """Return the losses of two batches, of so many rows in the first place and in the second, and into how many halves
+    the rows of this place are cut."""
+    grid = grid_of(Shape(z=2, expert=2))
     config = mixture(layers=1, hidden=192, heads=4, kv_heads=4, head_dim=48, seq=512)
-    model = ff.models.build(config, grid, dtype=torch.float64, seed=5)
-    for by_place in lengths:
-        seq = by_place[grid.coords["z"]]
-        tokens = torch.arange(2 * seq).view(2, seq) % 48
+    model = ff.models.build(config, grid, policy=Policy(**policy), dtype=torch.float64, seed=5)
+    model.places_alike, found = alike, []
+    for rows in ((2, 2), (first, second)):
+        tokens = torch.arange(400 * rows[grid.coords["z"]]).view(-1, 400) % 48
         loss = model(tokens, tokens)
         loss.backward()
-        found.append((loss.item(), model.halves(2, seq).number))
-        with torch.no_grad():
-            assert abs(model(tokens, tokens).item() - loss.item()) < 1e-12
-    return found
+        found.append(loss.item())
+    return found, model.halves(len(tokens), 400).number
 
 
-def test_places_of_a_fold_cut_their_rows_alike(ranks) -> None:
-    """Of 400 tokens by themselves into two halves, of 200 not; and as they began."""
-    large, small, mixed = ranks(2).run(halves_of_unequal_places, [(400, 400), (200, 200), (400, 200)])[0]
-    assert [large[1], small[1], mixed[1]] == [2, 2, 2]
-    (other, whole), (again, after) = ranks(2).run(halves_of_unequal_places, [(400, 200), (400, 400)])[0]
-    assert [whole, after] == [1, 1]
-    assert abs(other - mixed[0]) < 1e-12 and abs(again - large[0]) < 1e-12
+def test_rows_to_experts_are_cut_by_themselves_only_if_all_places_are_alike(ranks) -> None:
+    """Halves send rows to other places, so a place with fewer rows must not have fewer halves than they."""
+    cut = ranks(2).run(losses_of_unequal_places, 2, 2, True)
+    whole = ranks(2).run(losses_of_unequal_places, 2, 2, False)
+    assert [number for _, number in cut + whole] == [2, 2, 1, 1]
+    for one, other in zip(cut[0][0], whole[0][0], strict=True):
+        assert abs(one - other) < 1e-12
+    (first, *_), (second, *_) = (found for found, _ in ranks(2).run(losses_of_unequal_places, 1, 2, False))
+    assert first == second
+
+
+def gradients_with_dropout(recompute: Any) -> list[torch.Tensor]:
+    """Return the gradients of two halves that drop activations behind experts, whose outputs travel back."""
+    grid = grid_of(Shape(z=2, expert=2))
+    policy = Policy(overlap=Overlap(halves=2), recompute=recompute)
+    config = mixture(moe_reads="previous", shared_hidden=24, dropout=0.3, attention_dropout=0.0)
+    model = ff.models.build(config, grid, policy=policy, dtype=torch.float64, seed=5)
+    tokens, targets = (ff.local_rows(whole, grid) for whole in batch())
+    model(tokens, targets).backward()
+    return [local_of(parameter.grad) for parameter in model.parameters()]
+
+
+def test_blocks_on_a_fold_that_run_again_have_the_same_bits(ranks) -> None:
+    """Halves take the same turns then: sums of gradients have the same order."""
+    kept, again = (ranks(2).run(gradients_with_dropout, recompute) for recompute in ("none", "block"))
+    for one, other in zip(kept, again, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def refusal(fault: str) -> str:
+    """Return what a place says of a batch in halves if the second place was given too many rows, or bad ids."""
+    grid, policy = grid_of(Shape(z=2, expert=2)), Policy(overlap=Overlap(halves=2))
+    model = ff.models.build(mixture(layers=1, capacity=2.0), grid, policy=policy, dtype=torch.float64)
+    second = grid.coords["z"] == 1
+    tokens = torch.zeros(1 + (fault == "rows" and second), 8, dtype=torch.long)  # one row is not cut, two are
+    packed = {} if fault == "rows" else {"positions": torch.arange(8).expand(1, 8) % 4}
+    if fault == "ids" and second:
+        tokens += 1000
+    with pytest.raises(ValueError) as raised:
+        model(tokens, tokens, **packed)
+    return str(raised.value)
+
+
+def test_bad_batches_in_halves_are_refused_by_all_places(ranks) -> None:
+    assert ["the rows of another place are not" in text for text in ranks(2).run(refusal, "rows")] == [True, True]
+    first, second = ranks(2).run(refusal, "ids")
+    assert "the batch of another place was refused" in first
+    assert "1000" in second
 
 
 def folded_without_experts() -> None:

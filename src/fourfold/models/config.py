@@ -334,17 +334,18 @@ def require_fields(names: Iterable[str], where: str = "") -> None:
 
 
 def halves_of(
-    config: ModelConfig, shape: Shape, policy: Policy, rows: int, seq: int, itemsize: int, *, packed: bool
+    config: ModelConfig, shape: Shape, policy: Policy, rows: int, seq: int, itemsize: int, *, packed: bool, alike: bool
 ) -> Halves:
     """Return into how many interleaved parts the rows of a place are cut, and why.
 
     The largest message of a layer that a second part could hide decides: activations over x or y, or rows to experts.
-    `packed` rows have several documents each.
+    `packed` rows have several documents each. Rows to experts only decide if all places have `alike` rows.
     """
     over_x = config.hidden // shape.y if shape.x > 1 else 0
     over_y = config.mlp_hidden // shape.x if shape.y > 1 else 0
     # a token goes to as many ranks as have some of its experts, from the rank that holds it at rest
-    to_experts = min(config.top_k, shape.expert) * (config.hidden // shape.y) // shape.x if shape.expert > 1 else 0
+    to_experts = min(config.top_k, shape.expert) * (config.hidden // shape.y) // shape.x if alike else 0
+    to_experts = to_experts if shape.expert > 1 else 0
     tokens = rows * seq // shape.context
     whole = _why_whole(config, shape, seq, packed)
     return choose_halves(policy, rows, tokens * max(over_x, over_y, to_experts) * itemsize, whole)

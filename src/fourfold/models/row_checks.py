@@ -88,6 +88,8 @@ class RowChecks:
                 "are not; give all places the same number of rows, or build with "
                 "Policy(overlap=ff.Overlap(halves=1))"
             )
+            if grid.shape.folded:  # where places send rows to each other, other ids could not take these rows' place
+                raise ValueError(fault)
         padded = policy.pad_experts and self.cutter.drops and grid.shape.folded
         if padded and not equal_along(key_of(tuple(tokens.shape)), grid, AXES):  # all ranks raise, or none
             raise ValueError(

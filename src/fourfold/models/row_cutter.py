@@ -36,15 +36,13 @@ class RowCutter:
     """The dtype of products and messages."""
     drops: bool
     """Whether the capacity of experts counts."""
-    agreed: int | None = None
-    """Into how many halves all places of a fold cut their rows; None before they have agreed, and on other grids."""
+    alike: bool = False
+    """Whether all places always have equally many rows of one length (`Transformer.places_alike`)."""
 
     def halves(self, rows: int, seq: int, *, packed: bool = False) -> Halves:
         """Return into how many halves the rows of a place are cut, and why; `packed` rows have several documents."""
-        found = halves_of(self.config, self.grid.shape, self.policy, rows, seq, self.compute.itemsize, packed=packed)
-        if self.agreed is None or rows < 2 or found.number == self.agreed:
-            return found
-        return Halves(self.agreed, "all places of a fold cut their rows alike, as in the first batch")
+        item = self.compute.itemsize
+        return halves_of(self.config, self.grid.shape, self.policy, rows, seq, item, packed=packed, alike=self.alike)
 
     def cut_rows(
         self, rows: int, seq: int, documents: Sequence[int] | None = None

@@ -72,7 +72,10 @@ class Transformer(Layer):
             )
         self.config = config
         self._compared = False
-        self._agreed_halves: dict[bool, int] = {}  # on a fold, with gradients and without
+        self.places_alike = False
+        """Whether the caller promises that all places always have equally many rows of one length, as `fourfold train`
+        does. Batches on a fold are then cut into halves by themselves: rows of each half go to experts of other places,
+        so all places must have equally many halves."""
         self._usual = torch.Size((1, 1))
         """The shape of the last batch that could be read."""
         self._had_documents = False
@@ -172,7 +175,6 @@ class Transformer(Layer):
                 positions = positions_on_device(documents, tokens.shape)
             documents, most = None, len(documents)
         documents = whole_lengths(documents)
-        self._agree_on_halves(tokens, packed=positions is not None or documents is not None)
         cutter = self._cutter()
         compare = not tokens.is_meta and (self.policy.check_inputs or not self._compared)
         checks = RowChecks(cutter, learned=self.positions is not None)
@@ -186,7 +188,9 @@ class Transformer(Layer):
             shape = tokens.shape if is_batch(tokens) else self._usual
             tokens = torch.zeros(shape, dtype=torch.long, device=tokens.device)
             targets = None if targets is None else tokens
-            positions = documents = None
+            if positions is not None or documents is not None:  # packed still, for these are cut in another way
+                positions = torch.arange(shape[1], device=tokens.device).expand(shape)
+            documents = None
         if documents is not None and positions is None:
             positions = to_device(document_positions(documents).view(tokens.shape), tokens.device)
         self._usual, self._had_documents = tokens.shape, positions is not None
@@ -194,15 +198,6 @@ class Transformer(Layer):
         halves = cutter.cut(tokens, targets, positions, documents, most, ignore_index)
         shape = tokens.shape if self.grid.shape.context == 1 else (1, sum(half.tokens.numel() for half in halves))
         return MicroBatch(halves, torch.Size(shape), targets is not None, ignore_index, fault)
-
-    def _agree_on_halves(self, tokens: Tensor, *, packed: bool) -> None:
-        """Let all places of a fold cut their rows alike, also where they have unequal numbers of tokens: each half
-        sends rows to experts of other places, so all of them must have equally many."""
-        with_gradients, by_itself = torch.is_grad_enabled(), self.policy.overlap.halves is None
-        if not (by_itself and self.grid.shape.folded) or tokens.is_meta or with_gradients in self._agreed_halves:
-            return
-        own = self.halves(*tokens.shape, packed=packed).number if is_batch(tokens) else 1
-        self._agreed_halves[with_gradients] = own if comm.equal_along(own, self.grid, BATCH) else 1
 
     def report(self, batch: MicroBatch, faults: Tensor) -> None:
         """Raise if the rows of this place or of another one were refused."""
@@ -436,8 +431,7 @@ class Transformer(Layer):
         return self.embedding.weight if shared else None
 
     def _cutter(self) -> RowCutter:
-        agreed = self._agreed_halves.get(torch.is_grad_enabled())
-        return RowCutter(self.config, self.grid, self.policy, self.compute, self._drops, agreed)
+        return RowCutter(self.config, self.grid, self.policy, self.compute, self._drops, self.places_alike)
 
     def _run(
         self,

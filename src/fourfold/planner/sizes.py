@@ -302,7 +302,8 @@ class LocalSizes:
         self.item = item = (policy.compute_dtype or self.dtype).itemsize  # bytes of one element of an activation
         if not self.number_of_halves:
             packed = self.documents is not None
-            self.number_of_halves = halves_of(config, shape, policy, self.rows, seq, item, packed=packed).number
+            found = halves_of(config, shape, policy, self.rows, seq, item, packed=packed, alike=True)
+            self.number_of_halves = found.number
         self.coords = shape.coords(self.rank)
         if shape.folded:
             self.coords |= shape.fold_coords(self.rank)

@@ -128,6 +128,8 @@ def dry_run(
                 f"{getattr(build, '__name__', build)} builds a plain module, which no grid cuts; return "
                 "ff.parallelize(module, grid, policy=policy), or build it of the layers of fourfold.nn"
             )
+        if isinstance(module, Transformer):
+            module.places_alike = True  # a plan knows one place
         step = _TracedStep(module, grid, policy, rows, seq, micro_steps, documents)
         trace = OpTrace(events, shape)
         if optimizer:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from fourfold.engine import Turns
+from fourfold.engine import Turns, Wait
 from fourfold.layout import GATHERED
 from fourfold.ledger import Collective
 from fourfold.planner.context import ContextProgram
@@ -44,6 +44,11 @@ def whole_model(layers: int) -> ModelPart:
     return ModelPart(range(layers), embedding=True, head=True)
 
 
+def what_is_waited_for(delta: Moving) -> Wait | None:
+    """Return what reading the output of a sublayer waits for."""
+    return delta.waits if isinstance(delta, LeavingExperts) else None
+
+
 class PlannedStream:
     """The residual stream; `delta` is what the last sublayer adds, which may still be in flight."""
 
@@ -51,7 +56,7 @@ class PlannedStream:
 
     def __init__(self, delta: Moving | None = None) -> None:
         self.delta = delta
-        self.begins = [] if delta is None else [delta.waits if isinstance(delta, LeavingExperts) else None]
+        self.begins = [] if delta is None else [what_is_waited_for(delta)]
         """What the block that reads the stream yields first, also when it runs again."""
 
     def read(self) -> None:
@@ -484,7 +489,7 @@ class TransformerProgram(LayerProgram):
             return PlannedStream(NO_MOVE)  # backward reads no value of what follows, so the runtime stops here too
         leaving = self.leave(half, f"{prefix}.mlp.down") if mixture is None else mixture.leave()
         if self.config.dropout:
-            yield
+            yield what_is_waited_for(leaving)
             leaving.land()
             self.dropout(half)
             leaving = NO_MOVE

@@ -152,6 +152,7 @@ class ReferenceModel(LanguageModel):
         dtype, seed = config.policy.parameters, config.train.seed
         self._lora = config.lora.build()
         self.module = build(self.config, grid, policy=self._policy, seed=seed, dtype=dtype, lora=self._lora)
+        self.module.places_alike = True  # loaders give every place equally many rows of one length
         if config.log.companions_every:
             self.module.count_companions()
         if self._lora is None:  # frozen weights have fewer FLOPs, which nobody counts
