@@ -344,11 +344,11 @@ def halves_of(
     over_x = config.hidden // shape.y if shape.x > 1 else 0
     over_y = config.mlp_hidden // shape.x if shape.y > 1 else 0
     # a token goes to as many ranks as have some of its experts, from the rank that holds it at rest
-    to_experts = min(config.top_k, shape.expert) * (config.hidden // shape.y) // shape.x if alike else 0
-    to_experts = to_experts if shape.expert > 1 else 0
+    to_experts = min(config.top_k, shape.expert) * (config.hidden // shape.y) // shape.x
+    widest = max(over_x, over_y, to_experts if alike and shape.expert > 1 else 0)
     tokens = rows * seq // shape.context
     whole = _why_whole(config, shape, seq, packed)
-    return choose_halves(policy, rows, tokens * max(over_x, over_y, to_experts) * itemsize, whole)
+    return choose_halves(policy, rows, tokens * widest * itemsize, whole)
 
 
 def _why_whole(config: ModelConfig, shape: Shape, seq: int, packed: bool) -> str:
