@@ -41,7 +41,7 @@ import fourfold as ff
 from benchmarks.experts.bounds import Bounds, MessageBuffers
 from benchmarks.experts.plain_experts import ExpertParallelBlock
 from benchmarks.experts.waits import HostWaits, WaitTimes, waits_of_dispatch
-from benchmarks.experts.whole_model import ExpertParallelModel, FourfoldModel
+from benchmarks.experts.whole_model import ExpertParallelModel, FourfoldWholeModel
 from benchmarks.experts.workload import (
     LARGEST_ERROR,
     BlockSide,
@@ -90,7 +90,7 @@ def prepare(state: BlockRank, size: BlockSize, ways: Sequence[Way]) -> dict[str,
     """Build all sides on this rank; return how much the results of each differ from those of plain torch."""
     state.sides.clear()
     state.bounds.clear()
-    buffers, make = MessageBuffers(), partial(FourfoldModel, size=size)
+    buffers, make = MessageBuffers(), partial(FourfoldWholeModel, size=size)
     plain: ExpertParallelModel | ExpertParallelBlock
     if size.layers:
         plain = ExpertParallelModel(state, size)

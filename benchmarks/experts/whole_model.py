@@ -129,7 +129,7 @@ def _name_of(name: str) -> str:
     return name.replace(".mlp.layer.router", ".mlp.router.weight").replace(".mlp.layer.", ".mlp.")
 
 
-class FourfoldModel:
+class FourfoldWholeModel:
     """Fourfold's side."""
 
     def __init__(self, context: RankContext, way: Way, size: BlockSize) -> None:

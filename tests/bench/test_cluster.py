@@ -188,7 +188,7 @@ def test_an_interrupted_call_leaves_nothing(
 ) -> None:
     process = call()
     process.send_signal(sent)
-    process.wait(timeout=30)
+    process.wait(timeout=30 + emulate.STOP_SECONDS)  # torchrun, if it does not end by itself, is killed after these
     assert process.returncode == code
     assert not [name for name in namespaces() if f"-{process.pid}-" in name]
 
