@@ -90,10 +90,11 @@ def prepare(state: BlockRank, size: BlockSize, ways: Sequence[Way]) -> dict[str,
     """Build all sides on this rank; return how much the results of each differ from those of plain torch."""
     state.sides.clear()
     state.bounds.clear()
-    buffers, make = MessageBuffers(), partial(FourfoldWholeModel, size=size)
+    buffers = MessageBuffers()
     plain: ExpertParallelModel | ExpertParallelBlock
+    make: Callable[[BlockRank, Way], FourfoldWholeModel | FourfoldBlock]
     if size.layers:
-        plain = ExpertParallelModel(state, size)
+        plain, make = ExpertParallelModel(state, size), partial(FourfoldWholeModel, size=size)
     else:
         weights = weights_of(size, state.device)
         plain, make = ExpertParallelBlock(state, size, weights), partial(FourfoldBlock, size=size, weights=weights)

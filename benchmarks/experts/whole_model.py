@@ -19,18 +19,27 @@ from torch.nn.parallel import DistributedDataParallel
 import fourfold as ff
 from benchmarks.experts.plain_experts import ExpertParallelLayer
 from benchmarks.experts.waits import HostWaits
-from benchmarks.experts.workload import KEEPING, BlockResult, BlockSize, Way, drawn, dtype_on, joined, shapes_of
+from benchmarks.experts.workload import (
+    KEEPING,
+    BlockResult,
+    BlockSize,
+    Way,
+    drawn,
+    dtype_on,
+    joined,
+    load_whole,
+    shapes_of,
+    take_gradients,
+)
 from benchmarks.shared.decoder import Decoder, init_of
 from benchmarks.shared.models import filled_on_device
 from benchmarks.shared.rank_pool import RankContext
-from fourfold import comm
 from fourfold.models import ModelConfig
-from fourfold.nn.layer import specs_of
-from fourfold.params import local_of
 
 ROWS = 2
 """The rows of a rank: as many as halves."""
-EXPERT_WEIGHTS = ("gate", "up", "down")
+EXPERT_WEIGHTS = tuple(f".mlp.layer.{name}" for name in ("gate", "up", "down"))
+"""How the names of weights end of which each rank of plain torch has its own experts'."""
 
 
 def config_of(size: BlockSize) -> ModelConfig:
@@ -98,7 +107,7 @@ class ExpertParallelModel:
                     parameter.copy_(whole_weight(self.config, name, tuple(parameter.shape), device))
         self.decoder = decoder
         # each rank has experts of its own, whose gradients need no sum
-        own = [name for name, _ in decoder.named_parameters() if name.rpartition(".")[2] in EXPERT_WEIGHTS]
+        own = [name for name, _ in decoder.named_parameters() if name.endswith(EXPERT_WEIGHTS)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(decoder, own)  # type: ignore[no-untyped-call]
         self.model = DistributedDataParallel(decoder, gradient_as_bucket_view=True)
 
@@ -113,7 +122,7 @@ class ExpertParallelModel:
         world = dist.get_world_size()
         for name, parameter in self.decoder.named_parameters():
             gradient = cast("Tensor", parameter.grad)
-            own = name.rpartition(".")[2] in EXPERT_WEIGHTS
+            own = name.endswith(EXPERT_WEIGHTS)
             found[_name_of(name)] = joined(gradient) / world if own else gradient.clone()
         self.model.zero_grad()
         return BlockResult(mean / world, found["layers.0.attention_norm.weight"], found)
@@ -137,12 +146,7 @@ class FourfoldWholeModel:
         policy = replace(KEEPING, overlap=ff.Overlap(halves=way.halves))
         with filled_on_device():
             self.model = ff.models.build(self.config, self.grid, policy=policy, dtype=dtype_on(context.device))
-        self.specs = specs_of(self.model)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                spec = self.specs[name]
-                whole = whole_weight(self.config, name, tuple(spec.shape), context.device)
-                local_of(parameter).copy_(spec.storage.take(whole, self.grid))
+        load_whole(self.model, self.grid, lambda *named: whole_weight(self.config, *named, context.device))
         # a place has the rows of all ranks that share it
         sharing = way.shape.x * way.shape.y
         first = context.rank // sharing * sharing
@@ -156,11 +160,7 @@ class FourfoldWholeModel:
         return loss, loss
 
     def results(self) -> BlockResult:
-        loss, found = self._forward_backward(), {}
-        for name, parameter in self.model.named_parameters():
-            spec, own = self.specs[name], local_of(cast("Tensor", parameter.grad))
-            found[name] = comm.join(own, spec.storage, spec.shape, self.grid, counted=False)
-            parameter.grad = None
+        loss, found = self._forward_backward(), take_gradients(self.model, self.grid)
         return BlockResult(loss, found["layers.0.attention_norm.weight"], found)
 
     def _forward_backward(self) -> Tensor:

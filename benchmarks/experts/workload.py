@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import fourfold as ff
 from benchmarks.shared.models import filled_on_device
@@ -131,10 +131,7 @@ class FourfoldBlock:
         self.layer = MoE(self.grid, KEEPING, size.width, size.hidden, routing, init=init, out_init=init)
         with filled_on_device():
             assemble(self.layer, self.grid, KEEPING, dtype=dtype_on(context.device))
-        self.specs = specs_of(self.layer)
-        with torch.no_grad():
-            for name, parameter in self.layer.named_parameters():
-                local_of(parameter).copy_(self.specs[name].storage.take(weights[name], self.grid))
+        load_whole(self.layer, self.grid, lambda name, _: weights[name])
         a, self.dout = tokens_of(size, context.rank, context.device)
         self.parts = [part.contiguous().requires_grad_() for part in a.chunk(way.halves)]
         self.tokens = size.tokens * way.shape.x // way.halves
@@ -148,14 +145,9 @@ class FourfoldBlock:
 
     def results(self) -> BlockResult:
         out, da = self._forward_backward()
-        gradients = {}
-        for name, parameter in self.layer.named_parameters():
-            spec, owed = self.specs[name], parameter.grad
-            # a gradient is the mean over places; that of the other side is a sum
-            own = local_of(owed) * self.grid.shape.places  # type: ignore[arg-type]
-            gradients[name] = comm.join(own, spec.storage, spec.shape, self.grid, counted=False)
-            parameter.grad = None
-        return BlockResult(out, da, gradients)
+        # a gradient is the mean over places; that of the other side is a sum
+        means = take_gradients(self.layer, self.grid)
+        return BlockResult(out, da, {name: self.grid.shape.places * mean for name, mean in means.items()})
 
     def _forward_backward(self) -> tuple[Tensor, Tensor]:
         self.layer.gradients.begin_forward("block")
@@ -172,6 +164,25 @@ class FourfoldBlock:
         leaving = self.layer.leave((yield from self.layer.turns(part, self.tokens, routed)), self.tokens)
         yield Wait.ROWS  # the other half computes while the outputs travel back
         return leaving.wait()
+
+
+def load_whole(module: nn.Module, grid: ff.Grid, whole: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+    """Give each parameter of Fourfold's module its part of the whole weight of its name and shape."""
+    specs = specs_of(module)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            spec = specs[name]
+            local_of(parameter).copy_(spec.storage.take(whole(name, tuple(spec.shape)), grid))
+
+
+def take_gradients(module: nn.Module, grid: ff.Grid) -> dict[str, Tensor]:
+    """Return the whole gradients of Fourfold's module by name, which it then has no more."""
+    specs, found = specs_of(module), {}
+    for name, parameter in module.named_parameters():
+        own = local_of(cast("Tensor", parameter.grad))
+        found[name] = comm.join(own, specs[name].storage, specs[name].shape, grid, counted=False)
+        parameter.grad = None
+    return found
 
 
 def joined(own: Tensor) -> Tensor:

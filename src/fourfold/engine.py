@@ -371,23 +371,24 @@ class TurnOrder:
 
     def waits(self, wait: Wait | None) -> None:
         """Note that the current part waits; find the next one."""
-        self._step_of(self.current)
+        self._note_step()
         if wait is Wait.ROWS:
             self._travelling.append(self.current)
-        self._choose(self.current, wait)
+        self._choose(wait)
 
     def ends(self) -> None:
         """Note that the current part has ended; find the next one, if there is any."""
-        self._step_of(self.current)
+        self._note_step()
         self._open.remove(self.current)
         if self._open:
-            self._choose(self.current)
+            self._choose()
 
-    def _step_of(self, part: int) -> None:
+    def _note_step(self) -> None:
         self._steps += 1
-        self._travelling = [each for each in self._travelling if each != part]
+        self._travelling = [part for part in self._travelling if part != self.current]
 
-    def _choose(self, here: int, wait: Wait | None = None) -> None:
+    def _choose(self, wait: Wait | None = None) -> None:
+        here = self.current
         others = [part for part in self._open if part > here] + [part for part in self._open if part < here]
         if self._counting is not None:
             self.current, self._counting = self._counting, None

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from fourfold import comm
 from fourfold.comm import Pending
-from fourfold.engine import Engine
+from fourfold.engine import Engine, Wait
 from fourfold.grid import Grid
 from fourfold.policy import Policy
 
@@ -60,6 +60,8 @@ class AsyncResult:
     """The result of an operator whose collective is in flight."""
 
     travels = True
+    waits: Wait | None = None
+    """What reading the result waits for, if not for a message between two products."""
     hides_products = True
     """Whether backward runs a queued product of dw behind the message."""
 
@@ -95,6 +97,7 @@ class Ready:
     """The result of an operator on an axis of size 1, where nothing is sent."""
 
     travels = False
+    waits: Wait | None = None
 
     def __init__(self, a: Tensor) -> None:
         self.a = a

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fourfold.engine import Turns, Wait
+from fourfold.engine import Turns
 from fourfold.errors import nearest
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Init
@@ -37,7 +37,7 @@ class ResidualStream:
 
     def __init__(self, a: Tensor, delta: AsyncResult | Ready | Leaving | None = None) -> None:
         self.a, self.delta = a, delta
-        self.begins = [] if delta is None else [what_is_waited_for(delta)]
+        self.begins = [] if delta is None else [delta.waits]
         """What the block that reads the stream yields first. It does so again when it runs again, though nothing is in
         flight then: torch finds what a block keeps by its order, so halves must take the same turns."""
 
@@ -49,11 +49,6 @@ class ResidualStream:
         """Add the two parts. When a block is recomputed there is only one: the block has kept the sum."""
         if self.delta is not None:
             self.a, self.delta = self.a + self.delta.wait(), None
-
-
-def what_is_waited_for(delta: AsyncResult | Ready | Leaving) -> Wait | None:
-    """Return what reading the output of a sublayer waits for."""
-    return delta.waits if isinstance(delta, Leaving) else None
 
 
 Streams = list[ResidualStream]
@@ -204,7 +199,7 @@ class TransformerBlock(Layer):
                 return ResidualStream(a)  # backward needs no value of what follows, so it is not recomputed
             leaving = leave(owed, batch.tokens)
         if self.mlp_dropout.acts:
-            yield what_is_waited_for(leaving)
+            yield leaving.waits
             leaving = Ready(self.mlp_dropout(leaving.wait()))
         return ResidualStream(a, leaving)
 

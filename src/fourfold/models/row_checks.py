@@ -88,7 +88,7 @@ class RowChecks:
                 "are not; give all places the same number of rows, or build with "
                 "Policy(overlap=ff.Overlap(halves=1))"
             )
-            if grid.shape.folded:  # where places send rows to each other, other ids could not take these rows' place
+            if grid.shape.folded:  # all ranks raise: with other ids in their place, halves would still not match
                 raise ValueError(fault)
         padded = policy.pad_experts and self.cutter.drops and grid.shape.folded
         if padded and not equal_along(key_of(tuple(tokens.shape)), grid, AXES):  # all ranks raise, or none

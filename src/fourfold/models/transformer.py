@@ -188,7 +188,7 @@ class Transformer(Layer):
             shape = tokens.shape if is_batch(tokens) else self._usual
             tokens = torch.zeros(shape, dtype=torch.long, device=tokens.device)
             targets = None if targets is None else tokens
-            if positions is not None or documents is not None:  # packed still, for these are cut in another way
+            if positions is not None or documents is not None:  # packed rows are cut in another way
                 positions = torch.arange(shape[1], device=tokens.device).expand(shape)
             documents = None
         if documents is not None and positions is None:

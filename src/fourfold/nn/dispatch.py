@@ -84,16 +84,15 @@ class Pairs:
         """The token of each pair, [P]."""
         return self.order // self.chosen
 
-    def note_missing(self) -> Pairs:
-        """Note which choices go nowhere: all that `keep` must know and that can be found before it is called."""
+    def note_missing(self) -> None:
+        """Note which choices go nowhere. `keep` does it too, but then the host knows the number of pairs already."""
         self._point(self.back, self.back < self.bounds[-1])
-        return self
 
     def keep(self, most: int) -> Pairs:
         """Keep `most` pairs: all that go somewhere, and perhaps further ones, which count with 0."""
         if self.goes is None:
             self.note_missing()
-        # what is beyond: tokens that go nowhere, and on a muted grid what it has sorted without receiving it
+        # beyond them are tokens that go nowhere, and on a muted grid what it has sorted without receiving it
         self.back.clamp_(max=most - 1)
         self.order = self.order[:most]
         self.bounds.clamp_(max=most)
@@ -215,9 +214,11 @@ def write_choices(a: Tensor, p: Tensor, ids: Tensor) -> Tensor:
 
 
 class PackRows(torch.autograd.Function):
-    """Forward picks the rows to send from `written`; backward adds up what the a and p of a token are owed.
+    """Forward picks the rows to send; backward adds up what the a and p of a token are owed.
 
-    written [m, w + c], of a [m, w] and p [m, K] (`write_choices`) -> [S, w + c]
+        written [m, w + c], of a [m, w] and p [m, K] (`write_choices`) -> [S, w + c]
+
+    Forward copies nothing of a and p: they are arguments for the sake of their gradients.
     """
 
     @staticmethod

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from fourfold.engine import HalfTurn, Turns
+from fourfold.engine import HalfTurn, Turns, Wait
 from fourfold.ledger import Collective
 from fourfold.planner.program import (
     NO_MOVE,
@@ -30,6 +30,8 @@ class Moving(Protocol):
 
     @property
     def travels(self) -> bool: ...
+    @property
+    def waits(self) -> Wait | None: ...
     def land(self) -> None: ...
 
 

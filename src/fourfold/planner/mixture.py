@@ -36,6 +36,8 @@ class MixtureProgram:
         self.entering: Moving = NO_MOVE
         """The stream on its way to the place, or its rows on their way to experts on a fold."""
         self.choosing: Moving = NO_MOVE
+        self.waits = Wait.ROWS if self.structure.sends else None
+        """What rows on their way wait for, to their experts and back."""
 
     def route(self) -> Turns[None]:
         """Choose experts, and launch what brings them and tokens together."""
@@ -124,8 +126,8 @@ class MixtureProgram:
         if counts:
             yield Wait.COUNTS
         self._sort(half.sorting_nbytes, half.pair_index_nbytes)
+        counting.wait()
         if counts:
-            counting.wait()
             host.communicate(lambda: half.message("all_gather", "ex", half.counts_joined_nbytes, label))
             host.read_result()  # the numbers of rows
         host.compute(ElementwiseOp(f"pack {label}", 4 * half.packed_nbytes))
@@ -161,7 +163,7 @@ class MixtureProgram:
         half, structure = self.half, self.structure
         if self.layers.config.shared_hidden:
             yield from self.layers.mlp(f"{self.prefix}.shared", half, again=False, inside="shared")
-        yield Wait.ROWS if structure.sends else None
+        yield self.waits
         self.entering.land()
         if structure.sends:
             self._land()
@@ -300,8 +302,7 @@ class LeavingExperts:
 
     def __init__(self, mixture: MixtureProgram, rows: Moving, shared: Moving) -> None:
         self.mixture, self.rows, self.shared = mixture, rows, shared
-        self.waits = Wait.ROWS if mixture.structure.sends else None
-        """What reading the outputs waits for."""
+        self.waits = mixture.waits
 
     def land(self) -> None:
         mixture, rows, shared = self.mixture, self.rows, self.shared

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from torch import Tensor
 
 from fourfold.axes import PIPE, REPLICAS
-from fourfold.engine import BACKWARD, Awaited, Engine
+from fourfold.engine import BACKWARD, Awaited, Engine, Wait
 from fourfold.gradients import Bucket
 from fourfold.ledger import Collective, Op, joint_label
 from fourfold.planner.parameters import part
@@ -679,6 +679,7 @@ class NoMove:
     """An activation that is not sent, because its axis has one rank."""
 
     travels = False
+    waits: Wait | None = None
 
     def land(self) -> None:
         return None
@@ -691,6 +692,7 @@ class AsyncMove:
     """An activation in flight. Backward launches where forward landed and lands where forward launched."""
 
     travels = True
+    waits: Wait | None = None
 
     def __init__(
         self, host: Rehearsal, there: Records, back: Records, nbytes: tuple[int, int, int, int], kind: MemoryKind

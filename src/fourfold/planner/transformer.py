@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from fourfold.engine import Turns, Wait
+from fourfold.engine import Turns
 from fourfold.layout import GATHERED
 from fourfold.ledger import Collective
 from fourfold.planner.context import ContextProgram
 from fourfold.planner.layers import LayerProgram, Moving, gathered, operator_messages
-from fourfold.planner.mixture import LeavingExperts, MixtureProgram
+from fourfold.planner.mixture import MixtureProgram
 from fourfold.planner.program import (
     NO_MOVE,
     AttentionOp,
@@ -44,11 +44,6 @@ def whole_model(layers: int) -> ModelPart:
     return ModelPart(range(layers), embedding=True, head=True)
 
 
-def what_is_waited_for(delta: Moving) -> Wait | None:
-    """Return what reading the output of a sublayer waits for."""
-    return delta.waits if isinstance(delta, LeavingExperts) else None
-
-
 class PlannedStream:
     """The residual stream; `delta` is what the last sublayer adds, which may still be in flight."""
 
@@ -56,7 +51,7 @@ class PlannedStream:
 
     def __init__(self, delta: Moving | None = None) -> None:
         self.delta = delta
-        self.begins = [] if delta is None else [what_is_waited_for(delta)]
+        self.begins = [] if delta is None else [delta.waits]
         """What the block that reads the stream yields first, also when it runs again."""
 
     def read(self) -> None:
@@ -489,7 +484,7 @@ class TransformerProgram(LayerProgram):
             return PlannedStream(NO_MOVE)  # backward reads no value of what follows, so the runtime stops here too
         leaving = self.leave(half, f"{prefix}.mlp.down") if mixture is None else mixture.leave()
         if self.config.dropout:
-            yield what_is_waited_for(leaving)
+            yield leaving.waits
             leaving.land()
             self.dropout(half)
             leaving = NO_MOVE
