@@ -355,8 +355,8 @@ class TurnOrder:
 
     - Between two products parts alternate. The first one is a step ahead: while it is between two messages (in a
       norm), the second runs a product.
-    - While rows travel, no other message is as long. So a part runs on until its own rows travel, and only then the one
-      goes on whose rows have travelled longest: its products run behind the rows of the other.
+    - Rows take longer to travel than any other message. So while those of one part travel, another runs on until its
+      own do. Then the part goes on that sent its rows first, and its products run behind the rows of the other.
     - While the host waits for counts, the device must not stand still: another part runs one step, and then the
       first one sends its rows.
     """

@@ -74,8 +74,8 @@ class Transformer(Layer):
         self._compared = False
         self.places_alike = False
         """Whether the caller promises that all places always have equally many rows of one length, as `fourfold train`
-        does. Batches on a fold are then cut into halves by themselves: rows of each half go to experts of other places,
-        so all places must have equally many halves."""
+        does. Batches on a fold may then be cut into halves without an `overlap.halves`: rows of each half go to experts
+        of other places, so all places must have equally many halves."""
         self._usual = torch.Size((1, 1))
         """The shape of the last batch that could be read."""
         self._had_documents = False
