@@ -24,6 +24,7 @@ class ActionTimes:
         if self._on_gpu:
             torch.cuda.synchronize(device)  # the event below must not wait for earlier work: its time is the host's
         self._zero = time.time()
+        """The wall clock at the first mark: it places the actions of several ranks beside each other on a page."""
         self._first = self._mark()
         self._began: Mark | None = None
         self._marks: list[tuple[Action, Mark, Mark]] = []
@@ -46,12 +47,12 @@ class ActionTimes:
 
     def _mark(self) -> Mark:
         if not self._on_gpu:
-            return time.time()
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):
-            return mark
+            return self._zero + mark - self._first  # type: ignore[operator]
         return self._zero + self._first.elapsed_time(mark) * 1e-3  # type: ignore[union-attr]

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -22,7 +23,7 @@ LAUNCHED = "FOURFOLD_LAUNCHED"
 RESTARTED = "FOURFOLD_RESTARTED"
 """How often our launcher has restarted the ranks."""
 BEGAN = "FOURFOLD_BEGAN"
-"""When our launcher started the ranks for the first time, in seconds by the wall clock."""
+"""When our launcher started the ranks for the first time, in seconds by the monotonic clock of their machine."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The variables that name the network interface on which gloo and NCCL listen."""
 
@@ -155,25 +156,43 @@ def end_with_launcher(launcher: int | None = None) -> None:
         os._exit(1)  # the launcher ended before this process asked for the signal
 
 
-def job_began() -> float:
-    """Return when the launcher of this rank began, in seconds by the wall clock; 0 if that is unknown."""
-    if text := os.environ.get(BEGAN):
-        return float(text)
-    try:
-        boot = next(line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-    except (OSError, StopIteration):
-        return 0.0
-    _, ticks = process_stat(os.getppid())
-    return int(boot) + ticks / os.sysconf("SC_CLK_TCK")
+def machine_name() -> str:
+    """Return a name that processes share which see each other's numbers; containers of one host do not."""
+    names = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with suppress(OSError):
+            names.append(os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip())
+    return "/".join(names)
+
+
+def launcher_name() -> str:
+    """Return a name for the process that starts and restarts this rank, which no other process ever has.
+
+    It serves to recognise a job where no clock can: clocks of two machines are never compared.
+    """
+    if began := os.environ.get(BEGAN):
+        return f"{machine_name()} {began}"
+    parent = os.getppid()
+    return f"{machine_name()} {parent}:{process_stat(parent)[1]}"
+
+
+def start_name() -> str:
+    """Return a name for this start of the ranks, which no other start has: the launcher and the starts before."""
+    return f"{launcher_name()} {_number(RESTARTED, 0) + starts_before()}"
 
 
 def command_began() -> float:
-    """Return when the command that this process belongs to began, in seconds by the wall clock.
+    """Return when the command that this process belongs to began, in seconds by the monotonic clock.
 
     Ranks that were restarted belong to the command that started them first. A process that no launcher of ours started
     may have a parent that is much older, such as a shell, so for it the command begins now.
     """
-    return (job_began() if BEGAN in os.environ or was_restarted() else 0.0) or time.time()
+    if text := os.environ.get(BEGAN):
+        return float(text)
+    if was_restarted() and (ticks := process_stat(os.getppid())[1]):
+        # the kernel counts the ticks from the start of the machine, with the time in which it slept
+        return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return time.monotonic()
 
 
 def process_stat(process: int) -> tuple[str, int]:

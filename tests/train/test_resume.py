@@ -38,7 +38,7 @@ from fourfold.commands import train
 from fourfold.data.sampling import SampleOrder, cut_windows
 from fourfold.data.sources import prepare
 from fourfold.data.tokenizer import load_tokenizer
-from fourfold.environment import BEGAN, LAUNCHED
+from fourfold.environment import BEGAN, LAUNCHED, launcher_name
 from fourfold.errors import (
     DamagedCheckpointError,
     FailedElsewhereError,
@@ -56,6 +56,7 @@ from fourfold.train.checkpoints import (
     RunSaver,
     any_restarted,
     find_start,
+    note_return,
     roll_back,
     start_at,
     start_from,
@@ -729,17 +730,53 @@ def test_other_settings_of_a_resumed_run_are_noted(finished: Path) -> None:
     assert note == "the run continues with other settings: optimizer.weight_decay was 0.1, is 0.3"
 
 
-def test_a_restart_still_returns_to_the_step_that_was_asked_for(one: Ranks, finished: Path, tmp_path: Path) -> None:
-    """Where the first start died before it had removed the later checkpoints; once it has saved, it does not."""
-    shutil.copytree(finished, tmp_path / "run")
-    for began, step, wanted in ((4e9, HALF, True), (4e9, STEPS, False), (0.0, HALF, False), (4e9, None, False)):
-        assert one.run(must_rewind, tmp_path / "run", step, began) == [wanted]
+def test_a_restart_returns_to_the_step_that_was_asked_for_once_whatever_the_clocks_say(
+    one: Ranks, finished: Path, tmp_path: Path
+) -> None:
+    """The first start may die before it has removed the later checkpoints; what was saved after it has is kept."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    for path in folder.rglob("*"):
+        os.utime(path, (0, 0))  # as from a file server whose clock is far behind
+
+    def returns(step: int | None, launcher: str) -> bool:
+        return one.run(must_return, folder, step, launcher)[0]
+
+    assert returns(HALF, "1.5"), "nothing has returned yet"
+    assert not returns(STEPS, "1.5")
+    assert not returns(None, "1.5")
+    (left,) = one.run(cli_of_launcher, "1.5", "train", "--resume", str(folder), "--step", str(HALF))
+    assert (left.code, left.err) == (0, "")
+    for path in folder.rglob("*"):
+        os.utime(path, (0, 0))
+    assert not returns(HALF, "1.5"), "a restart keeps what the first start has saved"
+    assert returns(HALF, "2.5"), "another job returns again"
+    # a node with launcher 3.5 comes in the place of another, then the other one of 1.5 is replaced as well
+    names = one.run(names_of, "1.5", "3.5")[0]
+    note_return(folder, HALF, names)
+    assert not returns(HALF, "3.5")
+    assert returns(HALF, "1.5"), "the note has the launchers of the last start"
 
 
-def must_rewind(out: Path, step: int | None, began: float) -> bool:
+def must_return(out: Path, step: int | None, launcher: str) -> bool:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(BEGAN, str(began))
+        patch.setenv(BEGAN, launcher)
         return still_to_rewind(grid_of(Shape()), out, step)
+
+
+def names_of(*launchers: str) -> list[str]:
+    names = []
+    for launcher in launchers:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(BEGAN, launcher)
+            names.append(launcher_name())
+    return names
+
+
+def cli_of_launcher(launcher: str, *arguments: str) -> Left:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(BEGAN, launcher)
+        return cli(*arguments)
 
 
 def test_a_run_that_another_job_has_begun_meanwhile_is_left_alone(one: Ranks, finished: Path, tmp_path: Path) -> None:

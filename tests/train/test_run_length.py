@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from math import ceil
 from pathlib import Path
@@ -131,7 +132,27 @@ def test_time_counts_from_the_launcher_and_without_one_from_now(monkeypatch: pyt
     """Restarted ranks do not begin anew, and a shell that is hours old does not count."""
     for name in (BEGAN, RESTARTED):
         monkeypatch.delenv(name, raising=False)
-    before = time.time()
-    assert before <= command_began() <= time.time()
+    before = time.monotonic()
+    assert before <= command_began() <= time.monotonic()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun is this process's parent, then
+    assert 0 < command_began() < before
+    assert before - command_began() < 24 * 3600, "the age of the parent, not that of the machine"
     monkeypatch.setenv(BEGAN, "1000.5")
     assert command_began() == 1000.5
+
+
+def goes_on_when_the_clock_jumps(config: TrainConfig, folder: Path) -> None:
+    """A job: a run of which rank 1 has its wall clock set forward by 3 hours."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stopping, "ASK_EVERY_SECONDS", 0.001)
+        if dist.get_rank() == 1:
+            now, calls = time.time, itertools.count()
+            patch.setattr(time, "time", lambda: now() + (3 * 3600 if next(calls) else 0))
+        trained(config, folder)
+
+
+def test_a_wall_clock_that_jumps_does_not_end_a_run(ranks, tokens: str, tmp_path: Path) -> None:
+    changes = {"train.minutes": 60.0, "data.sources": [{"path": tokens}], "model.layers": 1}
+    config = config_of("gpt-tiny", "fp32", 4, tmp_path, Shape(z=2), {**changes, "plan.compare": False})
+    ranks(2).run(goes_on_when_the_clock_jumps, config, tmp_path / "run")
+    assert lines_of(tmp_path / "run")[-1] == {"event": "end", "step": 4, "reason": "finished"}

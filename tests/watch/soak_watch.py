@@ -208,11 +208,12 @@ class Job:
     def under_fire(self, until: float) -> Iterator[Fault]:
         """To its end, with a fault now and then; each when it is over."""
         self.begin()
-        goes_on = self.await_steps(time.time())
+        goes_on = self.await_steps(set())
         while goes_on and not self.ends_in(self.chance.uniform(*PAUSES)) and self.may_strike(until):
             before = self.log.stat().st_size
+            starts = {one.who.start for one in self.tapes() if one is not None}
             fault = self.strike()
-            goes_on = self.await_steps(fault.time)
+            goes_on = self.await_steps(starts)
             fault.recovery, fault.line = time.time() - fault.time, self.named(fault, before)
             yield fault
         if not self.ends_in(END_SECONDS):
@@ -229,10 +230,10 @@ class Job:
     def may_strike(self, until: float) -> bool:
         return time.monotonic() < until and self.step() <= STEPS - SAFE
 
-    def await_steps(self, since: float) -> bool:
+    def await_steps(self, since: set[str]) -> bool:
         """Until all ranks of a later start are in a step; False where the run finishes before."""
         until = time.monotonic() + HANG_SECONDS
-        while not all(one is not None and one.who.began > since and one.entries for one in self.tapes()):
+        while not all(one is not None and one.who.start not in since and one.entries for one in self.tapes()):
             if self.finished():
                 return False
             if time.monotonic() > until:

@@ -230,6 +230,45 @@ def test_ranks_that_launched_different_things_are_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("silent", [0, 1, 2, 3])
+def test_parts_of_an_exchange_differ_and_who_never_arrived_is_named(tmp_path: Path, silent: int) -> None:
+    """Tokens choose experts, so ranks exchange parts of different sizes."""
+
+    def act(rank: int, tape: Tape) -> None:
+        there, back = (Collective("all_to_all", "expert", 64 + 8 * rank, 2, name, sent=rank) for name in ("a", "b"))
+        program = [there, back, gather("norm", "data"), there]
+        go(tape, program[: 1 if rank == silent else 4], waits=rank != silent)
+
+    tapes = job(tmp_path, act, Shape(data=4, expert=2))
+    assert diagnose(tapes, {}).disagreement is None
+    found = diagnose(tapes, dict.fromkeys({*range(4)} - {silent}, "line"))
+    assert found.culprits == (silent,)
+    assert f"rank {silent} never arrived" in found.headline
+
+
+def test_the_earliest_disagreement_is_found_without_comparing_clocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 2 and 3 are on a node whose clock is a day behind, and disagree later because ranks 0 and 1 did."""
+    tapes = {}
+    for rank in range(4):
+        monkeypatch.setattr("fourfold.watch.tape.time.time", lambda day=rank // 2: 2e9 - 86400.0 * day)
+        tapes[rank] = Tape(tape_path(tmp_path, rank), rank, SHAPE)
+        after = gather("after", "x", nbytes=8 * rank)
+        go(tapes[rank], [gather("one", "x"), gather("two", "x", nbytes=8 * rank if rank < 2 else 8), after], waits=True)
+    found = diagnose(read_all(tmp_path), {}).disagreement
+    assert found is not None
+    assert {entry.record.label for entry in found.launched.values()} == {"two"}
+
+
+def test_a_tape_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    Tape(tape_path(tmp_path, 0), 0, SHAPE)
+    path = tape_path(tmp_path, 0)
+    head, rest = path.read_bytes()[:1024], path.read_bytes()[1024:]
+    path.write_bytes(head.replace(b'"start": "', b'"began": 1.5, "start": "', 1)[:1024] + rest)
+    assert read(path).who.rank == 0
+
+
 def test_different_sizes_are_a_disagreement(tmp_path: Path) -> None:
     def act(rank: int, tape: Tape) -> None:
         go(tape, [replace(PROGRAM[0], nbytes=128 if rank == 5 else 64)], waits=True)

@@ -58,7 +58,7 @@ from fourfold.train.progress import output
 from fourfold.train.run_folder import last_end
 from fourfold.watch.checks import Check, Disk, Facts, MeasuredLink, Needs, Rank, judge, lines, most_kept
 from fourfold.watch.diagnose import diagnose
-from fourfold.watch.tape import DIAGNOSIS, TapeReading, read_all
+from fourfold.watch.tape import DIAGNOSIS, EARLIER_DIAGNOSIS, TapeReading, read_all
 
 T = TypeVar("T")
 
@@ -96,19 +96,19 @@ def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def explain(folder: Path) -> Iterator[str]:
     """Yield the lines that explain how a run ended."""
-    end, tapes, found = last_end(folder / "metrics.jsonl"), read_all(folder), folder / DIAGNOSIS
+    end, tapes = last_end(folder / "metrics.jsonl"), read_all(folder)
     yield f"{folder}: " + (f"ended at step {end['step']}: {end['reason']}" if end else "has no recorded end")
-    found_at = found.stat().st_mtime if found.is_file() else 0.0
-    if found_at:
-        when = datetime.fromtimestamp(found_at).isoformat(" ", "seconds")
-        yield f"\nthe diagnosis of its ranks ({when}):"
-        yield from found.read_text().rstrip().splitlines()
+    for name, whose in ((EARLIER_DIAGNOSIS, "the ranks of an earlier start"), (DIAGNOSIS, "its ranks")):
+        if (found := folder / name).is_file():
+            when = datetime.fromtimestamp(found.stat().st_mtime).isoformat(" ", "seconds")
+            yield f"\nthe diagnosis of {whose} ({when}):"
+            yield from found.read_text().rstrip().splitlines()
     if not tapes:
         yield "\nits ranks left no tapes"
     elif end is None or end["reason"] not in (End.FINISHED, End.OUT_OF_TIME):
         yield "\nthe tapes of its ranks:"
-        # the ranks' own diagnosis is better if it is from this start: it knows which rank did not answer
-        if found_at < max(tape.who.began for tape in tapes.values()):
+        # the ranks' own diagnosis is better: it knows which rank did not answer
+        if not (folder / DIAGNOSIS).is_file():
             yield from diagnose(tapes, {}).lines()
         yield from (f"  {last_words(reading)}" for _, reading in sorted(tapes.items()))
 

@@ -193,16 +193,16 @@ class RunRestarts(RestartPolicy):
     def left_behind(self) -> str:
         return what_is_saved(self._out)
 
-    def evidence(self, since: float) -> str:
+    def evidence(self, start: str) -> str:
         """Return how the ranks of this start launched different collectives, by their tapes; empty if they did not."""
-        found = diagnose(self._tapes(since), {})
+        found = diagnose(self._tapes(start), {})
         return found.headline if found.disagreement is not None else ""
 
-    def missed(self, rank: int, since: float) -> str:
-        return missed_by(self._tapes(since), rank)
+    def missed(self, rank: int, start: str) -> str:
+        return missed_by(self._tapes(start), rank)
 
-    def _tapes(self, since: float) -> dict[int, TapeReading]:
-        return {rank: tape for rank, tape in read_all(self._out).items() if tape.who.began >= since}
+    def _tapes(self, start: str) -> dict[int, TapeReading]:
+        return {rank: tape for rank, tape in read_all(self._out).items() if tape.who.start == start}
 
     def next_start(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
         if self._arguments_for is not None and 0 < (left := gpus_left()) < ranks:

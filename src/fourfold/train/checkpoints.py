@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from fourfold.checkpoint.load import (
 from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.training_state import SavedOptimizer
 from fourfold.data.loader import Loader
-from fourfold.environment import job_began, max_restarts, was_restarted
+from fourfold.environment import launcher_name, max_restarts, was_restarted
 from fourfold.errors import (
     BadStepsError,
     ChangedDataError,
@@ -68,6 +68,8 @@ OF_THE_SCHEDULE = {("optimizer", field.name) for field in fields(LearningRateSch
 """Keys that a note on the schedule names."""
 PASSED_OVER = "passed-over.json"
 """The file in a run's folder that says which data a run that was rolled back skips."""
+RETURNED = "returned.json"
+"""The file in a run's folder that says to which step a job has returned it, and which launchers the job has."""
 MOST_ROLL_BACKS = 3
 """How often a run rolls back to one checkpoint. If three stretches of data have failed, the data is not the cause."""
 
@@ -229,6 +231,8 @@ class Start:
     """Lines for the user."""
     skipped: SkippedData | None = None
     """The data after the step that the run skips."""
+    returned_by: frozenset[str] = frozenset()
+    """The launchers of the job that returns to the step because a user named it; empty if nobody did."""
 
 
 def find_start(grid: Grid, out: Path, config: TrainConfig, step: int | None = None) -> Start:
@@ -243,7 +247,7 @@ def find_start(grid: Grid, out: Path, config: TrainConfig, step: int | None = No
         found = start.checkpoint
         if found is not None and (damage := find_missing(grid, found) or find_damage(grid, found)):
             raise DamagedCheckpointError(f"{damage}{_earlier(found)}")
-        return replace(start, verified=True)
+        return replace(start, verified=True, returned_by=_launchers(grid))
     # Rank 0 says which checkpoints there are, because nodes may see a shared folder at different times.
     seen = grid.run_together(looking, lambda: Checkpoints(out / CHECKPOINTS).all() if grid.rank == 0 else [])
     paths = json.loads(grid.broadcast_text(json.dumps([str(folder) for _, folder in seen])))
@@ -322,20 +326,44 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None) -> Start
 def still_to_rewind(grid: Grid, out: Path, step: int | None) -> bool:
     """Return whether ranks that were restarted must still return to the step that the user named.
 
-    They must if the first start died before it removed the later checkpoints, which are older than the job then. Rank 0
-    looks, because only one clock and one view of the disk may decide.
+    They must if the first start died before it had removed the later checkpoints. A start that has removed them leaves
+    a note with the launchers of its ranks. Times would not tell: a file has that of the file server, whose clock is not
+    that of a node. A node may have taken the place of another since, so one launcher that both starts have is enough.
     """
+    if step is None:
+        return False
+    launchers = _launchers(grid)
 
     def look() -> bool:
         newest = newest_checkpoint(out)
-        return (
-            step is not None
-            and newest is not None
-            and step_of(newest) > step
-            and (newest / RECORD).stat().st_mtime < job_began()
-        )
+        if newest is None or step_of(newest) <= step:
+            return False
+        if _returned_by(out, step) & launchers:
+            note_return(out, step, launchers)  # so that the next start knows the launchers of this one
+            return False
+        return True
 
-    return grid.broadcast_text(str(int(look())) if grid.rank == 0 else "") == "1"
+    found = grid.run_together(f"looking at {out}", lambda: grid.rank == 0 and look())
+    return grid.broadcast_text(str(int(found))) == "1"
+
+
+def _launchers(grid: Grid) -> frozenset[str]:
+    """Return the names of the launchers of all ranks; all ranks call it."""
+    return frozenset(json.loads(grid.channel.decide(launcher_name(), lambda names: json.dumps(sorted({*names})))))
+
+
+def note_return(out: Path, step: int, launchers: Collection[str]) -> None:
+    """Note in the folder that the job of these launchers has returned the run to a step."""
+    write_json(out / RETURNED, {"step": step, "launchers": sorted(launchers)})
+
+
+def _returned_by(out: Path, step: int) -> frozenset[str]:
+    """Return the launchers of the job that has returned the run to this step last; empty if the note says no such."""
+    try:
+        note = parse_json((out / RETURNED).read_bytes())
+        return frozenset(note["launchers"]) if note["step"] == step else frozenset()
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        return frozenset()
 
 
 def newest_checkpoint(out: Path) -> Path | None:

@@ -47,7 +47,7 @@ from fourfold.train.console import drain_output, logger
 from fourfold.train.launch import report_failure
 from fourfold.watch.liveness import Alarm, JobDiagnosis, NoAlarm, Phase
 from fourfold.watch.peers import StepWindows, Straggler
-from fourfold.watch.tape import Tape, Waits, tape_path
+from fourfold.watch.tape import DIAGNOSIS, EARLIER_DIAGNOSIS, Tape, Waits, tape_path
 
 WAY_OUT = "lower optimizer.learning_rate, raise optimizer.warmup, or look at the data of these steps"
 BALANCE = "raise model.aux or model.bias_rate, or lower optimizer.learning_rate"
@@ -215,6 +215,8 @@ class Guard(NoGuard):
     def __init__(self, grid: Grid, folder: Path, deadline: float, alarm: NoAlarm | None = None) -> None:
         self._ledger = grid.ledger
         self._tape = Tape(tape_path(folder, grid.rank), grid.rank, grid.shape)
+        if grid.rank == 0 and (folder / DIAGNOSIS).exists():
+            os.replace(folder / DIAGNOSIS, folder / EARLIER_DIAGNOSIS)  # it is not about the tapes of this start
         self._ledger.listener = self._tape  # from now on every launch and wait of a collective is on the tape
         self._has_own_alarm = not isinstance(alarm, Alarm)
         self._alarm = alarm if isinstance(alarm, Alarm) else watch_ranks(grid.channel, deadline)

@@ -43,6 +43,7 @@ from fourfold.environment import (
     Environment,
     is_watched,
     rank_name,
+    start_name,
     starts_before,
 )
 from fourfold.errors import Failure
@@ -108,11 +109,11 @@ class RestartPolicy:
         """Return words for what the ranks have left behind when they were asked to stop."""
         return READABLE
 
-    def evidence(self, since: float) -> str:  # noqa: ARG002
-        """Return why the ranks may have failed, from what they have written since that time; empty if unknown."""
+    def evidence(self, start: str) -> str:  # noqa: ARG002
+        """Return why the ranks may have failed, from what they have written in that start; empty if unknown."""
         return ""
 
-    def missed(self, rank: int, since: float) -> str:  # noqa: ARG002
+    def missed(self, rank: int, start: str) -> str:  # noqa: ARG002
         """Return which message of this rank another one waited for, by what ranks have written; empty if none."""
         return ""
 
@@ -169,10 +170,10 @@ def _launch(
     scratch: Path,
 ) -> int:
     tries, reached, times, quick = restarts, policy.resume_step(), 0, 0
-    os.environ[BEGAN] = str(time.time())
+    os.environ[BEGAN] = str(time.monotonic())
     while True:
         os.environ |= {LAUNCHED: str(os.getpid()), RESTARTED: str(times)}
-        began, arrivals = time.time(), Arrivals(ranks, start)
+        start_is, arrivals = start_name(), Arrivals(ranks, start)
         for old in scratch.rglob(ERROR_FILE):
             old.unlink()  # what an earlier start has reported is said
         # a name of its own for each start, so that its store shares no key with the one before
@@ -207,8 +208,8 @@ def _launch(
         if reached > before:  # progress earns the full number of restarts again
             tries, quick = restarts, 0
         cause = explain(first)
-        evidence = "" if failure.is_diagnosis else policy.evidence(began)
-        missed = "" if failure.is_diagnosis or evidence else policy.missed(first.rank, began)
+        evidence = "" if failure.is_diagnosis else policy.evidence(start_is)
+        missed = "" if failure.is_diagnosis or evidence else policy.missed(first.rank, start_is)
         hopeless = not failure.may_pass or (not reached and not policy.restarts_from_nothing())
         if tries == 0 or hopeless:
             cause = "\n".join(filter(None, (cause, evidence, missed)))

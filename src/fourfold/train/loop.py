@@ -29,7 +29,7 @@ import fourfold
 from fourfold.action_times import ActionTimes
 from fourfold.atomic import write_json, write_text
 from fourfold.axes import AXES, BATCH, CUTS, PIPE
-from fourfold.checkpoint.load import remove_checkpoint, set_aside
+from fourfold.checkpoint.load import PassedOver, remove_checkpoint, set_aside
 from fourfold.checkpoint.training_state import require_fit, training_shards
 from fourfold.data.loader import Evaluation, Loader, TokenBatch, unigram_entropy
 from fourfold.data.sources import open_source
@@ -55,7 +55,7 @@ from fourfold.optim import SGD, AdamW, Clipped, ShardedOptimizer, on_shards
 from fourfold.parse import import_object
 from fourfold.schedule.text import to_csv
 from fourfold.step_graph import StepGraph
-from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts, restore
+from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts, note_return, restore
 from fourfold.train.config import DTYPES, SCHEDULE_FILE, OptimizerSection, TrainConfig
 from fourfold.train.console import warn
 from fourfold.train.correction import LAST_WAIT, RunCorrection, steps_to_trace
@@ -126,10 +126,10 @@ class Run:
     ) -> None:
         """`alarm` watches over the ranks of the job already. `tell` gets what the run does before its first step.
 
-        `began` is when the command began, from which `train.minutes` count, in seconds by the wall clock.
+        `began` is when the command began, from which `train.minutes` count, in seconds by the monotonic clock.
         """
         self.config, self.grid, self.out, self._tell = config, grid, out, tell
-        self._began = time.time() if began is None else began
+        self._began = time.monotonic() if began is None else began
         self.alarm = alarm or NoAlarm()
         self._enter(Phase.DATA)
         self.sources = open_sources(config, grid, out / "data")
@@ -268,15 +268,11 @@ class Run:
         if not start.resumes and (self.out / "metrics.jsonl").exists():
             check_folder(self.out, save=self.config.checkpoint.save)  # another job was faster since the first look
         remove_drawn_step(self.out)
-        for later in reversed(start.newer):  # the newest first, so that an interruption leaves no gap
-            remove_checkpoint(later)
-        kept = [(found, set_aside(found.folder)) for found in start.passed_over]
+        kept = self._return_to(start)
         self._write_config()
         self.stored = self.facts()
-        if start.resumes:
-            rewind(self.out / "metrics.jsonl", start.step)
-            if before := earlier_parts(self.out, start.step):
-                self.stored["resumed"] = before
+        if start.resumes and (before := earlier_parts(self.out, start.step)):
+            self.stored["resumed"] = before
         if self.config.plan.compare:
             traces = self.profile.folder if self.profile.keep else None
             predicted = predict_run(self.config, self.grid, self.profile.steps, traces)
@@ -295,6 +291,17 @@ class Run:
             where = {"grid": str(self.grid.shape), "checkpoint": str(start.checkpoint)}
             left_out = {} if start.skipped is None else {"passed_over": str(start.skipped)}
             self._record({"event": "resumed", "step": start.step, **where, **left_out})
+
+    def _return_to(self, start: Start) -> list[tuple[PassedOver, Path]]:
+        """Remove checkpoints and records after the start; return the damaged checkpoints, each with its new name."""
+        for later in reversed(start.newer):  # the newest first, so that an interruption leaves no gap
+            remove_checkpoint(later)
+        kept = [(found, set_aside(found.folder)) for found in start.passed_over]
+        if start.resumes:
+            rewind(self.out / "metrics.jsonl", start.step)
+        if start.returned_by:  # last: a start that dies before is made up for by the next one
+            note_return(self.out, start.step, start.returned_by)
+        return kept
 
     def train(self) -> None:
         """Train the remaining steps, and record why training ended."""
@@ -370,7 +377,7 @@ class Run:
     def _is_late(self) -> bool:
         """Whether `train.minutes` are over by the clock of this rank."""
         minutes = self.config.train.minutes
-        return minutes is not None and time.time() - self._began >= 60 * minutes
+        return minutes is not None and time.monotonic() - self._began >= 60 * minutes
 
     def _evaluate_after(self, step: int) -> None:
         """Evaluate after this step, if the run has held-out data."""

@@ -18,8 +18,9 @@
     log.txt         what happened, for people; events.jsonl the same for programs; logs/ the log of each rank; the
                     file `progress.py` writes all three
     passed-over.json  the data that a run skips after it was rolled back
+    returned.json   to which step a job has returned the run, because `--step` named it
     .lock           held by the job that trains there
-    watch/          the tape of what each rank did last; the diagnosis, if the run got stuck
+    watch/          the tape of what each rank did last; the diagnosis if the run got stuck, the earlier one too
     checkpoints/    complete training states by step, from which any grid can resume
 
 Only rank 0 writes the records; every rank writes its own trace and its part of a checkpoint.

@@ -279,31 +279,45 @@ def _meetings(readings: Mapping[int, TapeReading]) -> list[Meeting]:
     entries = enumerate(ahead.entries if ahead is not None else ())
     order = {(entry.line, entry.number): place for place, entry in entries}
 
-    def first(meeting: Meeting) -> tuple[bool, int, float]:
+    def first(meeting: Meeting) -> tuple[bool, int, int, int]:
         entry = meeting.entry
-        return not meeting.absent, order.get((entry.line, entry.number), 0), entry.time
+        return not meeting.absent, order.get((entry.line, entry.number), 0), entry.step, entry.number
 
     return sorted(found.values(), key=first)
 
 
 def _disagreement(readings: Mapping[int, TapeReading]) -> Disagreement | None:
-    """Return the earliest disagreement."""
+    """Return the disagreement of the earliest step, and in it the one with the fewest launches of a rank before it.
+
+    Times would not tell, because the ranks of several nodes have several clocks.
+    """
     meetings: defaultdict[Met, dict[int, TapeEntry]] = defaultdict(dict)
+    earliest: dict[Met, tuple[int, int]] = {}
     groups = Groups(readings)
     for rank, reading in sorted(readings.items()):
-        for entry in reading.entries:
-            meetings[groups.met(rank, entry)][rank] = entry
+        before = sum(reading.launched.values()) - len(reading.entries)
+        for place, entry in enumerate(reading.entries, before):
+            met = groups.met(rank, entry)
+            meetings[met][rank] = entry
+            earliest[met] = min((entry.step, place), earliest.get(met, (entry.step, place)))
     found = [
-        Disagreement(launched)
-        for launched in meetings.values()
+        met
+        for met, launched in meetings.items()
         if len({(_seen(entry.record), entry.step) for entry in launched.values()}) > 1
     ]
-    return min(found, key=lambda one: min(entry.time for entry in one.launched.values()), default=None)
+    first = min(found, key=lambda met: earliest[met], default=None)
+    return None if first is None else Disagreement(meetings[first])
 
 
 def _seen(record: Collective) -> Collective:
-    """Return what all ranks of a meeting have in common: of a message, everything but which end it is."""
-    return replace(record, op="send") if record.lane else record
+    """Return what all ranks of a meeting have in common.
+
+    The ends of a message differ in which end each is. An all-to-all has parts of different sizes by design: an expert
+    that more tokens chose takes more of them.
+    """
+    if record.lane:
+        return replace(record, op="send")
+    return replace(record, nbytes=0, sent=-1) if record.op == "all_to_all" else record
 
 
 def _way(message: tuple[int, int]) -> str:

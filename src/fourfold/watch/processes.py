@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
-from fourfold.environment import process_stat
+from fourfold.environment import machine_name, process_stat
 from fourfold.job import Channel
 
 KERNEL_STATES = {"T": "stopped", "t": "traced", "Z": "gone", "X": "gone", "x": "gone", "D": "blocked"}
@@ -60,20 +59,12 @@ def process_state(process: int, began: int | None = None) -> ProcessState:
     return ProcessState(KERNEL_STATES.get(letter, ProcessState.RUNS))
 
 
-def _machine() -> str:
-    """Return a name that processes share which see each other's numbers; containers of one host do not."""
-    names = [socket.gethostname()]
-    with suppress(OSError):
-        names.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join(names)
-
-
 class Siblings:
     """The ranks on this machine; all ranks of the channel make it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._key = f"siblings/{_machine()}"
+        self._key = f"siblings/{machine_name()}"
         self._mine = f"{channel.rank}:{os.getpid()}:{process_stat(os.getpid())[1]}"
         self._processes: dict[int, tuple[int, int]] = {}
         self._channel.append(self._key, self._mine)

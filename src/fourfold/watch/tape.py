@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import get_args
 
 from fourfold.atomic import replacing
+from fourfold.environment import start_name
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op, RecordedStep
 from fourfold.parse import parse_json
@@ -84,8 +85,8 @@ class Who:
     order: list[str]
     host: str
     process: int
-    began: float
-    """When the tape was made, by the wall clock."""
+    start: str = ""
+    """The start of the job in which the tape was made; no two starts have the same name."""
 
     @property
     def shape(self) -> Shape:
@@ -128,7 +129,7 @@ class Tape:
 
     def __init__(self, path: Path, rank: int, shape: Shape) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        who = Who(rank, shape.named, list(shape.order), socket.gethostname(), os.getpid(), time.time())
+        who = Who(rank, shape.named, list(shape.order), socket.gethostname(), os.getpid(), start_name())
         head = MAGIC + json.dumps(asdict(who)).encode().ljust(WHO)
         size = HEAD + ENTRIES * TapeEntry.FORMAT.size
         with replacing(path) as partial, partial.open("wb+") as file:  # a reader finds a complete tape, or none
@@ -287,8 +288,10 @@ def read(path: Path) -> TapeReading:
     if not found.startswith(MAGIC) or len(found) != HEAD + ENTRIES * TapeEntry.FORMAT.size:
         raise ValueError(f"{path} is not a tape: a tape begins with {MAGIC.decode().strip()!r} and is complete")
     try:
-        who = Who(**parse_json(found[len(MAGIC) : COUNT_AT]))
-    except (TypeError, ValueError) as error:
+        head = parse_json(found[len(MAGIC) : COUNT_AT])
+        head.pop("began", None)  # of earlier versions
+        who = Who(**head)
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a tape: its head is damaged ({error})") from error
     (count,) = COUNT.unpack_from(found, COUNT_AT)
     entries = []
@@ -319,7 +322,9 @@ def _text(found: bytes) -> str:
 
 
 DIAGNOSIS = Path("watch/diagnosis.txt")
-"""The file in a run's folder with the last diagnosis of its ranks."""
+"""The file in a run's folder with the diagnosis of the ranks of its last start."""
+EARLIER_DIAGNOSIS = Path("watch/earlier-diagnosis.txt")
+"""The file with the last diagnosis of an earlier start."""
 
 
 def tape_path(folder: Path, rank: int) -> Path:
@@ -328,7 +333,9 @@ def tape_path(folder: Path, rank: int) -> Path:
 
 
 def read_all(folder: Path) -> dict[int, TapeReading]:
-    """Read all tapes of a run's last start, by rank. Tapes of an earlier start on another grid are left out."""
+    """Read all tapes of a run's last start, by rank. Tapes of an earlier start on another grid are left out.
+
+    Every grid has the first rank, so its tape is of the last start; the clocks of several nodes could not tell.
+    """
     tapes = [read(path) for path in sorted((folder / "watch").glob("rank-*.tape"))]
-    newest = max(tapes, key=lambda tape: tape.who.began, default=None)
-    return {tape.who.rank: tape for tape in tapes if newest is not None and tape.who.shape == newest.who.shape}
+    return {tape.who.rank: tape for tape in tapes if tape.who.shape == tapes[0].who.shape}
