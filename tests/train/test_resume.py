@@ -225,7 +225,7 @@ def test_more_steps_go_on_and_tell_that_the_schedule_changed(one: Ranks, finishe
 
 
 def test_one_command_begins_a_run_and_goes_on_with_it(one: Ranks, tokens: str, tmp_path: Path) -> None:
-    """Without a checkpoint it begins again, and the records start anew."""
+    """A run that has never saved begins again; one that has, and whose checkpoints are gone, is refused."""
     folder = tmp_path / "run"
     command = ["train", *train_arguments(tokens, folder, steps=2)[1:]]
     command[command.index("--out")] = "--resume"
@@ -236,14 +236,50 @@ def test_one_command_begins_a_run_and_goes_on_with_it(one: Ranks, tokens: str, t
     assert column(folder, "step", "step") == [1, 2]
     (again,) = one.run(cli, *command)
     assert f"{folder} has reached step 2 of 2" in again.out
-    shutil.rmtree(folder / "checkpoints")
-    losses = column(folder, "step", "loss")
+    losses, records = column(folder, "step", "loss"), (folder / "metrics.jsonl").read_text()
+    moved = tmp_path / "storage"
+    (folder / "checkpoints").rename(moved)
+    (folder / "checkpoints").symlink_to(moved)
+    (again,) = one.run(cli, *command)
+    assert f"{folder} has reached step 2 of 2" in again.out
+    moved.rename(tmp_path / "not mounted")
+    for more in ((), ("--step", "2"), ("--grid", "x=1")):
+        (left,) = one.run(cli, *command, *more)
+        assert_error(left, f"{folder}/checkpoints is a link to {moved}, which is not there; mount that storage")
+    for arguments in (["checkpoint", "verify", str(folder)], train_arguments(tokens, folder, steps=2)):
+        assert_error(one.run(cli, *arguments)[0], f"is a link to {moved}, which is not there; mount that storage")
+    (folder / "checkpoints").unlink()
+    (left,) = one.run(cli, *command)
+    assert_error(left, f"{folder} has no checkpoint, and its records say that step 2 was saved", "another --out")
+    (folder / "checkpoints").mkdir()  # an empty mount point
+    (left,) = one.run(cli_started_again, *command)
+    assert "its records say that step 2 was saved" in left.err
+    assert (folder / "metrics.jsonl").read_text() == records, "nothing is rewound"
+    unsaved = [line for line in records.splitlines(keepends=True) if '"saved"' not in line]
+    (folder / "metrics.jsonl").write_text("".join(unsaved))  # killed before its first save
     (anew,) = one.run(cli, *command)
     assert (anew.code, anew.err) == (0, "")
     assert f"{folder} has no complete checkpoint: the run begins again, from step 0\n" in anew.out
     assert column(folder, "step", "loss") == losses
     assert column(folder, "step", "step") == [1, 2]
     assert lines_of(folder)[-1] == {"event": "end", "step": 2, "reason": "finished"}
+
+
+def test_what_is_no_file_in_a_checkpoint_is_never_opened(one: Ranks, finished: Path, tmp_path: Path) -> None:
+    """A fifo waits for its writer for ever, and a device may have no end."""
+    for number, name in enumerate(("checkpoint.json", "rank-00000.safetensors")):
+        folder = tmp_path / str(number)
+        shutil.copytree(finished, folder)
+        odd = folder / "checkpoints" / f"step-{STEPS:08}" / name
+        odd.unlink()
+        os.mkfifo(odd)
+        (left,) = one.run(cli, "checkpoint", "verify", str(odd.parent))
+        assert left.code == 1
+        assert f"{odd} is not a file but a fifo, socket or device" in left.out + left.err
+        (left,) = one.run(cli, "train", "--resume", str(folder))
+        assert (left.code, left.err) == (0, "")
+        assert column(folder, "resumed", "step") == [HALF], "the checkpoint counts as damaged"
+        assert column(folder, "step", "loss") == column(finished, "step", "loss")
 
 
 def test_what_cannot_go_on_is_refused_and_nothing_changes(

@@ -14,7 +14,7 @@ import pytest
 from fourfold.cli import main
 from fourfold.grid import Grid
 from fourfold.train.progress import EVENTS, LOG, RANK_LOGS, RankLog, RunLog, note
-from fourfold.train.run_folder import deny_others_write, make_folder
+from fourfold.train.run_folder import check_folder, deny_others_write, make_folder
 
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ")
 STEP = {
@@ -97,6 +97,30 @@ def test_a_folder_of_somebody_else_that_all_may_write_to_is_refused(
     monkeypatch.undo()
     make_folder(tmp_path)
     assert not tmp_path.stat().st_mode & stat.S_IWOTH
+
+
+def test_a_folder_that_holds_something_else_is_refused_and_keeps_its_permissions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run would take from others the right to write there, which nobody wants for /tmp."""
+    shared, file, gone = tmp_path / "shared", tmp_path / "a file", tmp_path / "gone"
+    shared.mkdir()
+    (shared / "somebody's.txt").write_text("theirs")
+    shared.chmod(0o1777)
+    file.write_text("")
+    gone.symlink_to(tmp_path / "not mounted")
+    words = {shared: 'holds "somebody\'s.txt" and no run; give a new', file: "is a file", gone: "mount that storage"}
+    for grid in ("x=1", "x=2"):  # as one process, and as a launcher
+        for out, said in words.items():
+            assert main(["train", "--model", "gpt-tiny", "--device", "cpu", "--grid", grid, "--out", str(out)]) == 1
+            assert said in capsys.readouterr().err
+    with pytest.raises(FileExistsError, match="no run"):
+        make_folder(shared)  # whoever starts ranks again does not look first
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
+    before = tmp_path / "before"
+    for name in ("data", "logs", "checkpoints", ".metrics.jsonl.partial", "slurm-12.out"):
+        (before / name).mkdir(parents=True)
+    check_folder(before, save=False)  # what a start that died has left
 
 
 def test_what_is_written_from_then_on_is_ours(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -312,9 +313,13 @@ class TensorFile:
 def reading(path: Path) -> Iterator[None]:
     """Inside, a file that is missing raises `MissingCheckpointError`, any other fault of the system `Unreadable...`.
 
-    Only the first means that the checkpoint is damaged: a disk or a network that fails may work again.
+    Only the first means that the checkpoint is damaged: a disk or a network that fails may work again. What is no file
+    is damage too, and is never opened: opening a fifo would wait for its writer, and a device may never end.
     """
     try:
+        kind = path.stat().st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+            raise DamagedCheckpointError(f"{path} is not a file but a fifo, socket or device; copy the folder again")
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise MissingCheckpointError(f"{path} is missing; copy the folder again with all its files") from error

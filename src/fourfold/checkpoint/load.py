@@ -182,6 +182,16 @@ def set_aside(folder: Path) -> Path:
     return free
 
 
+def require_reachable(root: Path) -> None:
+    """Raise if the folder that holds checkpoints is a link to nothing: they may lie where nobody looks."""
+    if root.is_symlink() and not root.exists():
+        raise UnreadableCheckpointError(
+            ENOENT,
+            f"{root} is a link to {os.readlink(root)}, which is not there; mount that storage, or remove the link to "
+            "do without the checkpoints there",
+        )
+
+
 def is_checkpoint(path: Path) -> bool:
     """Return whether a path is the folder of a checkpoint, complete or not."""
     return path.is_dir() and any(CHECKPOINT_FILE.fullmatch(entry.name) for entry in path.iterdir())
@@ -191,6 +201,7 @@ def checkpoints_of(path: Path) -> Checkpoints:
     """Return the checkpoints of a run, given its folder or the folder that holds its checkpoints."""
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a folder; {WHAT_TO_GIVE}")
+    require_reachable(path / CHECKPOINTS)
     return Checkpoints(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
 
 

@@ -29,6 +29,7 @@ from fourfold.checkpoint.load import (
     find_damage,
     find_missing,
     load_training,
+    require_reachable,
 )
 from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.training_state import SavedOptimizer
@@ -39,6 +40,7 @@ from fourfold.errors import (
     ChangedDataError,
     DamagedCheckpointError,
     FailedElsewhereError,
+    MissingCheckpointError,
     NotFiniteError,
     NotSavedError,
     RollBackError,
@@ -49,7 +51,7 @@ from fourfold.nn.lora import is_lora
 from fourfold.optim import LearningRateSchedule, ShardedOptimizer
 from fourfold.parse import parse_json
 from fourfold.train.config import ModelSection, TrainConfig
-from fourfold.train.run_folder import RunEvent, finish, holds_run, last_good_step, strict
+from fourfold.train.run_folder import RunEvent, finish, holds_run, last_good_step, read_events, strict
 from fourfold.train.schema import parse, to_table
 
 LAST_SAVE_SECONDS = 30.0
@@ -66,6 +68,8 @@ MAY_CHANGE = ("name", "seq", "dropout", "attention_dropout")
 """Fields of the model that do not change what its weights compute."""
 OF_THE_SCHEDULE = {("optimizer", field.name) for field in fields(LearningRateSchedule)}
 """Keys that a note on the schedule names."""
+SAYS_SAVED = ("saved", "resumed")
+"""The kinds of events in the records of a run that tell of a checkpoint."""
 PASSED_OVER = "passed-over.json"
 """The file in a run's folder that says which data a run that was rolled back skips."""
 RETURNED = "returned.json"
@@ -277,12 +281,22 @@ def start_at(out: Path, config: TrainConfig, step: int | None) -> Start:
 
 
 def _start_without(out: Path, config: TrainConfig, passed_over: Sequence[PassedOver]) -> Start:
-    """Return the start of a run that has no checkpoint; raise if it has some and all are damaged."""
+    """Return the start of a run that has no checkpoint; raise if all that it has are damaged, or if it had some.
+
+    A run that was killed before its first save begins again. One that has saved would lose its records with that.
+    """
     if passed_over:
         faults = "; ".join(f"{found.folder.name}: {found.why}" for found in passed_over)
         raise DamagedCheckpointError(
             f"{out} has no sound checkpoint ({faults}); copy the files again, or move these folders away to begin at "
             "step 0"
+        )
+    require_reachable(out / CHECKPOINTS)
+    records = (event for _, event in read_events(out / "metrics.jsonl"))
+    if saved := max((event["step"] for event in records if event["event"] in SAYS_SAVED), default=0):
+        raise MissingCheckpointError(
+            f"{out} has no checkpoint, and its records say that step {saved} was saved; see whether the storage of "
+            f"{out / CHECKPOINTS} is mounted and bring it back, or train into another --out"
         )
     return start_from(out, config, None)
 

@@ -32,6 +32,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shlex
 import socket
 import stat
@@ -45,8 +46,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fourfold.atomic import replacing, write_json
-from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints
-from fourfold.errors import End
+from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, require_reachable
+from fourfold.errors import End, name_some
 from fourfold.parse import parse_json
 from fourfold.train.config import LogSection, TrainConfig
 from fourfold.train.console import warn
@@ -71,6 +72,13 @@ DOCUMENTS = "documents"
 MOST_GROUPS = 64
 """The most context groups, or places, whose documents are recorded: a page draws no more."""
 LOCK = ".lock"
+OWN = re.compile(
+    r"config\.toml|run\.json|metrics\.jsonl|experts\.bin|companions\.bin|machine\.toml|tensorboard|wandb|profile|"
+    r"schedule\.csv|pipeline|documents|data|log\.txt|events\.jsonl|logs|passed-over\.json|returned\.json|watch|"
+    r"checkpoints|report\.html|\.lock|\..*\.partial|\.nfs.*|.*\.(out|err|log)"
+)
+"""The names in a run's folder: what a run and its reports write, and the output of the job that a scheduler puts there
+before the run begins."""
 TAIL = 1 << 20
 """Bytes at the end of metrics.jsonl in which the last step is found: thousands of events."""
 MOST_KEPT_BYTES = 16 << 20
@@ -117,6 +125,23 @@ def deny_others_write() -> None:
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # the only way to read the mask is to set it
 
 
+def require_own(folder: Path) -> None:
+    """Raise if a folder holds what no run has written there.
+
+    A run takes from others the right to write into its folder, which must not happen to a folder such as /tmp.
+    """
+    if folder.is_symlink() and not folder.exists():
+        raise FileNotFoundError(f"{folder} is a link to {os.readlink(folder)}, which is not there; mount that storage")
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; give another --out")
+    others = sorted(name for name in os.listdir(folder) if not OWN.fullmatch(name)) if folder.exists() else []
+    if others:
+        raise FileExistsError(
+            f"{folder} holds {name_some(others)} and no run; give a new or an empty folder, such as --out "
+            f"{shlex.quote(str(folder / 'run'))}"
+        )
+
+
 def make_folder(folder: Path) -> None:
     """Make a run's folder that other users cannot write to, so that what is loaded from it is what was saved."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,6 +150,7 @@ def make_folder(folder: Path) -> None:
         return
     if folder.stat().st_uid != os.geteuid():
         raise PermissionError(f"{folder} is another user's and writable by everybody; give a folder of your own")
+    require_own(folder)
     folder.chmod(stat.S_IMODE(mode) & ~stat.S_IWOTH)
 
 
@@ -427,11 +453,13 @@ def finish(metrics: Path, step: int) -> None:
 
 def holds_run(out: Path) -> bool:
     """Return whether a run was started in the folder, or a model was imported into it."""
+    require_reachable(out / CHECKPOINTS)
     return (out / "metrics.jsonl").exists() or bool(Checkpoints(out / CHECKPOINTS).complete())
 
 
 def check_folder(out: Path, *, save: bool) -> None:
-    """Raise if the folder holds a run already, or if checkpoints cannot be written."""
+    """Raise if the folder holds a run or anything else already, or if checkpoints cannot be written."""
+    require_own(out)
     if holds_run(out):
         raise FileExistsError(
             f"{out} already holds a run; give another --out, or resume it: "
