@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -120,6 +121,29 @@ def cannot_fork() -> int:
     if fork_server.begin("fourfold.environment") is not None:
         return 2
     return 0 if fork_server.fork_rank([], {}) is None else 1
+
+
+def test_a_server_that_is_stopped_or_slow_is_not_waited_for() -> None:
+    for act in ("stopped", "slow"):
+        process = warm.Process(stopped_server, act)
+        try:
+            assert process.wait(30) == 0, act
+        finally:
+            process.kill()
+
+
+def stopped_server(act: str) -> int:
+    fork_server.STOPPED_SECONDS = 0.5
+    if fork_server.begin("fourfold.environment") is not None:
+        time.sleep(60)  # a rank, which this server may well fork before it is stopped
+    server = fork_server._servers[0][0]
+    if act == "stopped":
+        os.kill(server, signal.SIGSTOP)
+    fork_server._servers[:] = [(server, fork_server._servers[0][1] if act == "stopped" else socket.socketpair()[0])]
+    began = time.monotonic()
+    found = fork_server.fork_rank([], {}, 1.0 if act == "slow" else 60.0)
+    ended = not alive(server) and not fork_server._servers
+    return 0 if found is None and ended and time.monotonic() - began < 10 else 1
 
 
 def test_a_process_with_threads_forks_nothing() -> None:

@@ -9,18 +9,23 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from alarmed import DEADLINE, preparation, program, ready
+from fourfold.environment import AGENT_HAS_STORE
 from fourfold.errors import Failure
+from fourfold.grid import Shape
 from fourfold.job import Channel
 from fourfold.watch.liveness import (
     DEATH_SECONDS,
+    Alarm,
     AwakeClock,
     Heartbeat,
     Phase,
@@ -29,7 +34,7 @@ from fourfold.watch.liveness import (
     first_cause,
 )
 from fourfold.watch.processes import ProcessState, Siblings, process_state
-from fourfold.watch.tape import DIAGNOSIS
+from fourfold.watch.tape import DIAGNOSIS, Tape, Waits, tape_path
 from harness import RankFailed
 from runs import needs_proc
 
@@ -141,6 +146,66 @@ def test_a_process_that_was_stopped_does_not_count_that_time(monkeypatch: pytest
     assert clock.since(100.0) == 0.0
     now += 1.0
     assert clock.since(100.0) == 1.0
+
+
+class FrozenStore:
+    """A store whose process can be stopped: every call waits until it is continued."""
+
+    def __init__(self) -> None:
+        self._store, self.runs = dist.HashStore(), threading.Event()
+        self.runs.set()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+
+        def call(*given: Any) -> Any:
+            self.runs.wait(30)
+            return found(*given)
+
+        return call if callable(found) else found
+
+    def clone(self) -> FrozenStore:
+        return self
+
+
+def test_a_launcher_that_was_stopped_makes_no_rank_blame_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two ranks wait for each other through its store. It is continued after several deadlines, or never."""
+    monkeypatch.setattr("fourfold.watch.liveness.CUT_OFF_SECONDS", 1.5)
+    monkeypatch.setattr("fourfold.watch.liveness.GAP_SECONDS", 0.2)
+    monkeypatch.setattr("fourfold.watch.processes.os.getppid", lambda: launcher.pid)
+    monkeypatch.setenv(AGENT_HAS_STORE, "True")
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        ends: list[str] = []
+        for stays in (False, True):
+            store = FrozenStore()
+            alarms = [
+                Alarm(Channel("run", (0, 1), store, rank=rank), 0.6, lambda found, _: ends.append(found.text))  # type: ignore[arg-type]
+                for rank in range(2)
+            ]
+            for rank, alarm in enumerate(alarms):
+                tape = Tape(tape_path(tmp_path, rank), rank, Shape(x=2))
+                alarm.watch_steps(tape, tmp_path)
+                tape.doing("asking the others whether to stop", Waits.RANKS)
+            launcher.send_signal(signal.SIGSTOP)
+            store.runs.clear()
+            wait_for_state(launcher.pid, ProcessState.STOPPED)
+            time.sleep(3.0 if stays else 1.3)
+            launcher.send_signal(signal.SIGCONT)
+            store.runs.set()
+            for alarm in alarms:
+                alarm._tape.doing("computing")  # type: ignore[union-attr]  # the answer has come
+            time.sleep(0.5)
+            for alarm in alarms:
+                alarm.close(done=True)
+            if not stays:
+                assert ends == []
+            for text in ends:
+                named = rf"the launcher that serves it \(process {launcher.pid}\) is stopped"
+                assert re.search(rf"the job's store does not answer: {named}", text), text
+            assert bool(ends) == stays
+        launcher.kill()
 
 
 def start(**ranks: tuple[Phase, bool]) -> dict[int, Heartbeat]:

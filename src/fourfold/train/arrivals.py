@@ -27,7 +27,7 @@ class Arrivals:
     """One start of local ranks, which have this many seconds to join the job. Ranks that do not are killed."""
 
     def __init__(self, ranks: int, seconds: float) -> None:
-        self._ranks, self._seconds = ranks, seconds
+        self._ranks, self.seconds = ranks, seconds
         self.processes: dict[int, int] = {}
         """The process of each rank; whoever starts a rank adds it."""
         self._memory = HostMemory.read()
@@ -44,18 +44,18 @@ class Arrivals:
 
     def _look(self, store: dist.Store) -> None:
         clock, began = AwakeClock(), time.monotonic()
-        pause = min(PAUSE, self._seconds / 5)
+        pause = min(PAUSE, self.seconds / 5)
         with suppress(RuntimeError):  # the store is closed with the launcher
             while (missing := set(range(self._ranks)) - arrived(store, self._ranks)) and not self._over.wait(pause):
                 clock.tick(pause)
-                if clock.since(began) > self._seconds:
+                if clock.since(began) > self.seconds:
                     self._end(missing)
                     return
 
     def _end(self, missing: set[int]) -> None:
         """Name the ranks that have not joined, and kill them; the agent ends the others when it sees that."""
         named = "; ".join(f"rank {rank} {_whereabouts(self.processes.get(rank))}" for rank in sorted(missing))
-        self._named = dict.fromkeys(missing, f"not joined {self._seconds:g} s after the start (watch.start): {named}")
+        self._named = dict.fromkeys(missing, f"not joined {self.seconds:g} s after the start (watch.start): {named}")
         for rank in missing & self.processes.keys():
             with suppress(ProcessLookupError):
                 os.kill(self.processes[rank], signal.SIGKILL)  # a stopped process does not react to SIGTERM

@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -28,9 +29,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from math import inf
 from typing import Any
 
-from fourfold.environment import end_with_launcher
+from fourfold.environment import end_with_launcher, process_stat
 
 SWITCH = "FOURFOLD_FORK_RANKS"
 """Set to 0, this variable lets every rank start as a new process."""
@@ -38,6 +40,8 @@ PR_SET_CHILD_SUBREAPER = 36
 """The operation of Linux's prctl that lets a process adopt its orphaned descendants."""
 ADOPTED_SECONDS = 10.0
 """Seconds in which a forked rank must have become the launcher's child; it takes less than a millisecond."""
+STOPPED_SECONDS, LOOK_SECONDS = 5.0, 0.2
+"""Seconds for which a server may be stopped before ranks start without it, and between two looks at whether it is."""
 HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 """Signals to the whole group of processes that the server leaves to its launcher."""
 
@@ -87,20 +91,40 @@ def close() -> None:
             os.waitpid(server, 0)
 
 
-def fork_rank(arguments: Sequence[str], env: Mapping[str, str]) -> ForkedRank | None:
-    """Return a new rank with these arguments of `fourfold` in this environment; None if there is no server."""
+def fork_rank(arguments: Sequence[str], env: Mapping[str, str], seconds: float = inf) -> ForkedRank | None:
+    """Return a new rank with these arguments of `fourfold` in this environment; None if no server answers.
+
+    A server may take `seconds`, because it may still be importing, but does not answer while it is stopped.
+    """
     if not _servers:
         return None
-    ((_, server),) = _servers
+    ((process, server),) = _servers
     try:
         server.sendall(json.dumps([list(arguments), dict(env)]).encode() + b"\n")
-        answer = server.makefile("r").readline()
+        answer = _answer(process, server, seconds)
     except OSError:
-        answer = ""
-    if not answer.strip():  # the server could not import the command or fork, or was killed
+        answer = b""
+    if not answer.strip():  # the server could not import the command or fork, or was stopped or killed
         close()
         return None
     return ForkedRank(int(answer))
+
+
+def _answer(process: int, server: socket.socket, seconds: float) -> bytes:
+    """Return the line that the server answers; empty if it has ended, stays stopped, or takes longer."""
+    began = ran = time.monotonic()
+    answer = b""
+    while not answer.endswith(b"\n"):
+        now = time.monotonic()
+        if process_stat(process)[0] not in ("T", "t"):
+            ran = now
+        if now - ran > STOPPED_SECONDS or now - began > seconds:
+            return b""
+        if select.select([server], [], [], LOOK_SECONDS)[0]:
+            if not (piece := server.recv(64)):
+                return b""
+            answer += piece
+    return answer
 
 
 class ForkedRank:

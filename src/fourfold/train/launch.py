@@ -233,7 +233,7 @@ def ranks_forked(arguments: Sequence[str], arrivals: Arrivals) -> Iterator[None]
     new_process = SubprocessHandler._popen
 
     def start(handler: SubprocessHandler, args: tuple, env: dict[str, str]) -> Any:
-        started = fork_server.fork_rank(arguments, env) or new_process(handler, args, env)
+        started = fork_server.fork_rank(arguments, env, arrivals.seconds) or new_process(handler, args, env)
         arrivals.processes[int(env["RANK"])] = started.pid
         return started
 

@@ -57,7 +57,7 @@ from fourfold.errors import Failure, LateRanksError
 from fourfold.job import Channel, ranks_text
 from fourfold.watch.diagnose import diagnose, stack_lines, whereabouts
 from fourfold.watch.memory import LESS_ON_HOST, HostMemory
-from fourfold.watch.processes import ProcessState, Siblings
+from fourfold.watch.processes import ProcessState, Siblings, describe_launcher
 from fourfold.watch.tape import DIAGNOSIS, Tape, TapeReading, read, tape_path
 
 PAUSE = 1.0
@@ -250,8 +250,8 @@ class Alarm(NoAlarm):
         )  # the last heartbeat of the next rank, and when it came
         self._next_waits = False
         self._beats = 0
-        self._heard = time.monotonic()
-        """When the store answered the listener last."""
+        self._heard = self._answers_since = time.monotonic()
+        """When the store answered the listener last, and since when it has done so without a long pause."""
         self._over, self._raised, self._spoken = Event(), Event(), Event()
         self._done = False
         self._reason, self._failure = "", Failure.DIAGNOSIS
@@ -305,8 +305,9 @@ class Alarm(NoAlarm):
             since = tape.since if tape is not None else None
             if tape is not None:
                 tape.look()
-            waited = 0.0 if since is None else clock.since(since)
-            if waited > deadline and not self._raised.is_set():
+            # a wait through a store that does not answer, as while its process is stopped, is no rank's fault
+            waited = 0.0 if since is None else clock.since(max(since, self._answers_since))
+            if waited > deadline and not self._raised.is_set() and clock.since(self._heard) < self._long_pause:
                 self._raise(f"waited for {deadline:g} s")
             if tape is None:
                 self._look_at_own_phase(clock.since(self._entered))
@@ -337,7 +338,9 @@ class Alarm(NoAlarm):
 
     def _report_alone(self, deadline: float) -> None:
         folder, reason = self._folder, self._reason or f"was {self._phase} and heard nothing for {deadline:g} s"
-        why = self._siblings.describe_not_running() or "its process is stopped, or its node or the network is gone"
+        # first the launcher: without it siblings may have ended already, for the same reason
+        why = describe_launcher() or self._siblings.describe_not_running()
+        why = why or "its process is stopped, or its node or the network is gone"
         lines = [f"rank {self._rank} {reason}; the job's store does not answer: {why}"]
         if folder is not None:
             lines += [f"  {line}" for line in whereabouts(read(tape_path(folder, self._rank)))]
@@ -354,7 +357,7 @@ class Alarm(NoAlarm):
             with suppress(RuntimeError):
                 clock.tick(self._pause)
                 self._beat()
-                self._heard = time.monotonic()
+                self._store_answered()
                 if self._muted:
                     continue
                 self._look_for_dead()
@@ -379,14 +382,27 @@ class Alarm(NoAlarm):
     def _look_at_next(self, clock: AwakeClock) -> None:
         """Raise the alarm if the next rank has been silent for too long."""
         found = self._channel.collect("beat", (self._next,), 0.0, partial=True).get(self._next, "")
+        self._store_answered()
         beat = Heartbeat.of(found) if found else None
         if found != self._next_beat or (beat is not None and beat.left):
             self._next_beat, self._next_since = found, time.monotonic()
         self._next_waits = beat is not None and beat.waits
         held = self._siblings.state(self._next) in (ProcessState.STOPPED, ProcessState.TRACED, ProcessState.GONE)
         limit = self.deadline + (0.0 if held else CUT_OFF_SECONDS)
-        if clock.since(self._next_since) > limit and not self._raised.is_set():
+        if clock.since(max(self._next_since, self._answers_since)) > limit and not self._raised.is_set():
             self._raise(f"has not heard of rank {self._next} for {self.deadline:g} s")
+
+    def _store_answered(self) -> None:
+        """Note that the store answers; a long pause before means that no rank could be heard meanwhile."""
+        now = time.monotonic()
+        if now - self._heard > self._long_pause:
+            self._answers_since = now
+        self._heard = now
+
+    @property
+    def _long_pause(self) -> float:
+        """Seconds after which a store that does not answer counts as silent: a busy one answers within few."""
+        return max(self._pause + GAP_SECONDS, self.deadline / 2)
 
     def _look_for_dead(self) -> None:
         self._dead = self._siblings.dead()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
-from fourfold.environment import machine_name, process_stat
+from fourfold.environment import agent_has_store, machine_name, process_stat
 from fourfold.job import Channel
 
 KERNEL_STATES = {"T": "stopped", "t": "traced", "Z": "gone", "X": "gone", "x": "gone", "D": "blocked"}
@@ -57,6 +57,15 @@ def process_state(process: int, began: int | None = None) -> ProcessState:
     if began is not None and found != began:
         return ProcessState.GONE
     return ProcessState(KERNEL_STATES.get(letter, ProcessState.RUNS))
+
+
+def describe_launcher() -> str:
+    """Name the process that started this rank, in a sentence, if it serves the job's store and does not run."""
+    launcher = os.getppid()
+    state = process_state(launcher) if agent_has_store() else ProcessState.UNKNOWN
+    if state in (ProcessState.RUNS, ProcessState.UNKNOWN):
+        return ""
+    return f"the launcher that serves it (process {launcher}) {state.text(launcher)}"
 
 
 class Siblings:
