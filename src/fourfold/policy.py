@@ -13,6 +13,7 @@ import torch
 from fourfold.context_way import ContextWay
 from fourfold.schedule.action import Schedule
 from fourfold.schedule.stages import Stages
+from fourfold.schedule.text import read_schedule
 
 Activations = Literal["sharded", "replicated"]
 Recompute = Literal["none", "attention", "block"]
@@ -179,7 +180,8 @@ class Policy:
     """On a grid with a pipe axis: which layers each stage has, and which pipe rank holds it. By default every pipe rank
     holds one stage, with equally many layers."""
     schedule: str | Schedule = "auto"
-    """The order in which pipe ranks work on micro-batches: a schedule or its name (`schedule.choose`)."""
+    """The order in which pipe ranks work on micro-batches: a schedule, its name (`schedule.choose`), or the path of a
+    .csv file, which is read at once."""
     assignment: Placing = "auto"
     """On a grid with context: which tokens each member of a context group holds. `rows` cuts every row alike;
     `documents` balances packed documents by their lengths; `auto` does so where the host knows them."""
@@ -197,6 +199,7 @@ class Policy:
         for name, kind in CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {get_args(kind)}")
+        self._read_schedule()
         if self.context_way != "auto":
             ContextWay.parse(self.context_way)
         for name in ("compute_dtype", "reduce_dtype"):
@@ -210,6 +213,10 @@ class Policy:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of tokens, or 0 for all at once")
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 1")
+
+    def _read_schedule(self) -> None:
+        if isinstance(self.schedule, str) and self.schedule.endswith(".csv"):
+            object.__setattr__(self, "schedule", read_schedule(self.schedule))
 
     def of_stage(self, stage: int) -> Policy:
         """Return the policy of the blocks of a stage, whose recompute `stages` may name."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from test_check import random_schedule
 
+from fourfold.policy import Policy
 from fourfold.schedule.action import Action, Schedule, ScheduleError
 from fourfold.schedule.find import find
 from fourfold.schedule.named import BUILDERS, named
@@ -190,3 +191,14 @@ def test_a_picture_has_an_end_however_long_messages_take() -> None:
     """Slots of an action would be 1e300 beside such messages."""
     played = play(named("1f1b", 2, 1, 2), equal_seconds(1, 1, 1, 2, 1), hop=1e300)
     assert played.makespan / slot_seconds(played) <= MOST_DRAWN
+
+
+def test_a_policy_takes_the_path_of_a_file_as_the_trainer_does(tmp_path: Path) -> None:
+    path, schedule = tmp_path / "mine.csv", named("zb-h1", 2, 1, 4)
+    path.write_text(to_csv(schedule))
+    assert Policy(schedule=str(path)).schedule == schedule
+    with pytest.raises(ValueError, match=r"absent.csv: there is no such file; `fourfold schedule show"):
+        Policy(schedule=str(tmp_path / "absent.csv"))
+    path.write_text("0F0,0X0")
+    with pytest.raises(ValueError, match=r"mine.csv: "):
+        Policy(schedule=str(path))

@@ -38,6 +38,7 @@ from fourfold.nn.router import LossWeight, Router
 from fourfold.operators import Ready
 from fourfold.pipeline import Half, MicroBatch, run_plain
 from fourfold.policy import Halves, Policy
+from fourfold.schedule.action import Schedule
 from fourfold.schedule.stages import Stages
 from fourfold.tiles import indices, to_device
 
@@ -504,9 +505,11 @@ class Transformer(Layer):
 
 
 def _stages(config: ModelConfig, grid: Grid, policy: Policy) -> Stages:
-    """Return the stages of a model on this grid."""
-    pipe = grid.size(PIPE)
+    """Return the stages of a model on this grid; a schedule that was given says which rank holds which."""
+    pipe, schedule = grid.size(PIPE), policy.schedule
     stages = policy.stages or Stages.even(config.layers, pipe)
+    if policy.stages is None and isinstance(schedule, Schedule):
+        stages = Stages(Stages.even(config.layers, len(schedule.placement)).cuts, schedule.placement)
     if stages.pipe != pipe or stages.layers != config.layers:
         raise ValueError(
             f"stages of {stages.layers} layers on {stages.pipe} pipe ranks, but the model has {config.layers} layers "

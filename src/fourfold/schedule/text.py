@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from io import StringIO
 from math import gcd
+from pathlib import Path
 
 from fourfold.schedule.action import Action, Kind, Schedule, ScheduleError
 from fourfold.schedule.play import ActionSpan, Played
@@ -45,6 +46,22 @@ def to_csv(schedule: Schedule) -> str:
     for order in schedule.orders:
         writer.writerow([f"{stage}{TO_TORCH[kind]}{micro}" for kind, stage, micro in order])
     return out.getvalue()
+
+
+def read_schedule(given: str) -> Schedule:
+    """Return the schedule of a CSV file, or of the text of one, which has commas."""
+    if "," in given:
+        return from_csv(given)
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"schedule={given}: there is no such file; `fourfold schedule show 1f1b --pipe 4 --micro 8 "
+            "--csv` prints one"
+        )
+    try:
+        return from_csv(path.read_text())
+    except (ScheduleError, UnicodeDecodeError) as error:
+        raise ValueError(f"schedule={given}: {error}") from error
 
 
 def from_csv(text: str) -> Schedule:

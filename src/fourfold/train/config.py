@@ -31,11 +31,11 @@ from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, LearningRateSchedule
 from fourfold.parse import parse_toml
 from fourfold.policy import LEFT_OPEN, Overlap, Policy, Recompute
-from fourfold.schedule.action import Schedule, ScheduleError
+from fourfold.schedule.action import Schedule
 from fourfold.schedule.choose import FOUND
 from fourfold.schedule.named import BUILDERS, NAMES, named
 from fourfold.schedule.stages import Stages, place
-from fourfold.schedule.text import from_csv, to_csv
+from fourfold.schedule.text import read_schedule, to_csv
 from fourfold.synonyms import explain_synonym
 from fourfold.train.schema import MEANING, OWNER, comments_of, parse, to_table, to_toml, without_unset
 
@@ -397,7 +397,7 @@ class PipelineSection:
                     f"{name}={value!r} needs a grid with pipe ranks; add pipe=2 to --grid, or leave it out"
                 )
             return None, AUTO
-        schedule = self._read() if self.is_file else self.schedule
+        schedule = read_schedule(self.schedule) if self.is_file else self.schedule
         placement = self._placement(schedule, pipe)
         cuts = self._cuts(layers, placement)
         if self.recompute and len(self.recompute) != len(placement):
@@ -410,20 +410,6 @@ class PipelineSection:
                 way = "give it one with cuts" if self.cuts else f"use pipe={layers} or less"
                 raise ValueError(f"pipe={pipe} leaves pipe rank {rank} without any of the {layers} layers; {way}")
         return stages, schedule
-
-    def _read(self) -> Schedule:
-        if "," in self.schedule:
-            return from_csv(self.schedule)
-        path = Path(self.schedule).expanduser()
-        if not path.is_file():
-            raise ValueError(
-                f"schedule={self.schedule}: there is no such file; `fourfold schedule show 1f1b --pipe 4 --micro 8 "
-                "--csv` prints one"
-            )
-        try:
-            return from_csv(path.read_text())
-        except (ScheduleError, UnicodeDecodeError) as error:
-            raise ValueError(f"schedule={self.schedule}: {error}") from error
 
     def _placement(self, schedule: str | Schedule, pipe: int) -> tuple[int, ...]:
         """Return the pipe rank of every stage."""
