@@ -373,13 +373,18 @@ def equal_along(number: int, grid: Grid, axes: Sequence[str]) -> bool:
     return bool(bounds[0] == bounds[1])
 
 
-def from_first(tensor: Tensor, grid: Grid) -> Tensor:
-    """Return rank 0's tensor on every rank. The ledger does not record it, because it is no part of a training step."""
-    if grid.shape.world == 1:
+def from_first(tensor: Tensor, grid: Grid, along: Sequence[str] | None = None) -> Tensor:
+    """Return rank 0's tensor on every rank, or on all ranks along some axes that of the first of them.
+
+    The ledger does not record it, because it is no part of a training step.
+    """
+    axes = grid.shape.used_axes if along is None else [axis for axis in along if grid.size(axis) > 1]
+    if not axes:
         return tensor
-    mine = tensor.clone() if grid.rank == 0 else torch.zeros_like(tensor)
+    first = all(grid.coords[axis] == 0 for axis in axes)
+    mine = tensor.clone() if first else torch.zeros_like(tensor)
     with typed_errors("giving a tensor of rank 0 to all ranks"):
-        for axis in grid.shape.used_axes:
+        for axis in axes:
             wire.all_reduce([mine], wire.Link(grid.group(axis, "reduce")))()
     return mine
 

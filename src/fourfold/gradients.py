@@ -41,7 +41,7 @@ from fourfold.grad_norm import MOST_OF_A_UNIT, counts_here, is_owed
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, GATHERED_AXES, Spec, chunk
 from fourfold.ledger import joint_label
-from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage, to_back, to_front
+from fourfold.params import ShardedParameter, adopt, grid_dtensor, leaf_of, local_of, own_storage, to_back, to_front
 from fourfold.policy import Policy
 
 
@@ -532,7 +532,7 @@ class Gradients:
                         "call zero_grad() inside the step"
                     )
                 self._add_complete(gradient, known)
-            parameter.grad = as_dtensor(gradient, known.owed)
+            parameter.grad = grid_dtensor(gradient, known.owed)
         self._new.add(key)
 
     def _final(self, keys: list[int]) -> bool:
@@ -721,7 +721,7 @@ class BucketSum:
                 parameter.grad._local_tensor = total if total is gradient else own_storage(total)  # type: ignore[union-attr]
                 parameter.grad._spec = known.complete  # type: ignore[union-attr]
             elif self._used_elsewhere(total):
-                parameter.grad = as_dtensor(total, known.complete)
+                parameter.grad = grid_dtensor(total, known.complete)
         return False
 
     def _used_elsewhere(self, total: Tensor) -> bool:
@@ -772,8 +772,3 @@ def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over: st
     if cut_over:
         placements[cut_over] = Shard(0)
     return DTensorSpec(spec.mesh, tuple(placements.values()), spec.tensor_meta)
-
-
-def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a gradient. DTensor.from_local would take a millisecond, and DTensor.__init__ does nothing, slowly."""
-    return DTensor.__new__(DTensor, own_storage(local), spec, requires_grad=False)

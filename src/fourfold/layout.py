@@ -18,6 +18,7 @@ from math import lcm, prod
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold.axes import AXES, BATCH, CUTS, FOLD, FOLDED, REPLICAS
 from fourfold.grid import Grid
@@ -162,8 +163,8 @@ class Layout:
         return [Shard(dims[axis]) if axis in dims else Replicate() for axis in view]
 
     @classmethod
-    def of(cls, tensor: DTensor) -> Layout:
-        """Return the layout of a DTensor on a mesh of a grid."""
+    def of(cls, tensor: DTensor | DTensorSpec) -> Layout:
+        """Return the layout of a DTensor on a mesh of a grid, or of its spec."""
         by_axis = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
         return cls(tuple((axis, placement.dim) for axis, placement in by_axis if isinstance(placement, Shard)))
 

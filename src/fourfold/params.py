@@ -3,7 +3,7 @@
 Layers read their shards and nothing else. Any other computation with a parameter that autograd records, such as a
 weight penalty outside of the model, runs on the gathered tensor, so that plain tensors and parameters mix as in a plain
 model; the gradient returns to the shards through `Gradients`. Where autograd records nothing, in optimizers and
-checkpoints, a parameter is an ordinary DTensor.
+checkpoints, a parameter is a DTensor, and so is its gradient: `GridDTensor`, which code may also change by hand.
 
 A shard into which a collective is still writing is a `LazyTensor`: the first use waits for the collective, so nobody
 reads a stale value.
@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fourfold import comm
 from fourfold.axes import FOLD
 from fourfold.engine import in_backward
 from fourfold.grid import Grid
 from fourfold.layout import Layout, Spec
+from fourfold.torch_hooks import GRID
 
 
 class LazyTensor(Tensor):
@@ -86,7 +87,146 @@ ON_SHARDS = {
 """Operations through which no gradient reaches a parameter; they always return a DTensor and gather nothing."""
 
 
-class ShardedParameter(DTensor):
+class GridDTensor(DTensor):
+    """A parameter on a grid, its values or its gradient: a DTensor that code written for one process may change.
+
+    A change in place runs on shards where torch can do that. Any other (of an entry, by a plain mask, by a mean over a
+    dim that is cut) runs on the whole tensor, of which every rank then keeps its part, so all ranks must make it.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if not args or not isinstance(args[0], Tensor):  # lists of tensors, as optimizers give them
+            return DTensor.__torch_dispatch__(func, types, args, kwargs)
+        mixed = any(_is_plain(leaf) for leaf in tree_leaves((args, kwargs)))
+        if func._schema.is_mutable and isinstance(args[0], DTensor):
+            if not mixed and _lie_alike(args[0], args[1:], kwargs):
+                try:
+                    return DTensor.__torch_dispatch__(func, types, args, kwargs)
+                except (NotImplementedError, RuntimeError):  # torch raises before it changes anything, on all ranks
+                    pass
+            change_whole(args[0], (args[1:], kwargs), lambda whole, more: func(whole, *more[0], **more[1]))
+            return args[0]
+        if mixed:
+            args, kwargs = tree_map_only(DTensor, whole_tensor, (args, kwargs))
+            return func(*args, **kwargs)
+        out = DTensor.__torch_dispatch__(func, types, args, kwargs)
+        return _as_views(func, args, kwargs, out) if func._schema._is_view_op() else out
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise RuntimeError("an entry of a parameter that requires grad is set; do it under torch.no_grad()")
+        change_whole(self, (index, value), lambda whole, more: whole.__setitem__(*more))
+
+    @property
+    def data(self) -> Tensor:
+        """The values as a DTensor that autograd does not follow."""
+        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copy values into the shard, from a DTensor of the same shape or from a whole tensor."""
+        with torch.no_grad():
+            local_of(self).copy_(own_part(value, self._spec, f"{getattr(self, 'label', 'a gradient')}: .data"))
+
+
+class GatheredView(GridDTensor):
+    """A view for which torch has moved data, such as a row of another rank. A change of it is made to `base`."""
+
+    base: DTensor
+    of: Callable[[Tensor], Tensor]
+    """Takes the view of the whole base."""
+
+
+def _as_views(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """Give views of a tensor on a grid, one or a list, the class by which they are changed."""
+    for number, view in enumerate(out if isinstance(out, (list, tuple)) else [out]):
+        own, base = view._local_tensor, args[0]._local_tensor
+        # a detached shard may be one that a collective still writes, which nobody waits for here
+        shares = own is base or own.untyped_storage()._cdata == base.untyped_storage()._cdata
+        if shares and not isinstance(args[0], GatheredView) and _is_cut_plainly(view):
+            view.__class__ = GridDTensor
+            continue
+        view.__class__ = GatheredView
+        view.base, earlier = (args[0].base, args[0].of) if isinstance(args[0], GatheredView) else (args[0], None)
+
+        def of(whole: Tensor, number: int = number, earlier: Any = earlier) -> Tensor:
+            seen = func(whole if earlier is None else earlier(whole), *args[1:], **kwargs)
+            return seen[number] if isinstance(seen, (list, tuple)) else seen
+
+        view.of = of
+    return out
+
+
+def _is_cut_plainly(tensor: DTensor) -> bool:
+    """Return whether a `Layout` can say how a tensor lies: nothing is owed, and no part is strided."""
+    return all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
+
+
+def _lie_alike(changed: DTensor, *operands: Any) -> bool:
+    """Return whether shards may suffice for a change: torch would search for seconds how to move other operands."""
+    own = changed._spec
+    return not isinstance(changed, GatheredView) and all(
+        leaf.dim() == 0 or (leaf.shape == own.shape and leaf._spec.placements == own.placements)
+        for leaf in tree_leaves(operands)
+        if isinstance(leaf, DTensor)
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether DTensors refuse this operand: it is a tensor of no mesh, and more than one number."""
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1
+
+
+def change_whole(changed: DTensor, operands: Any, change: Callable[[Tensor, Any], Any]) -> None:
+    """Change the whole of a tensor on a grid by operands, and keep this rank's part."""
+    if isinstance(changed, GatheredView):
+        _change_base(changed, operands, change)
+        return
+    if not _is_cut_plainly(changed):
+        raise RuntimeError(
+            "a gradient is changed while it still owes a sum over ranks; change it after backward(), outside of "
+            "ff.accumulate"
+        )
+    with torch.no_grad():
+        whole = whole_tensor(changed).clone()  # on a grid of one rank it is the shard
+        change(whole, tree_map_only(Tensor, lambda operand: _whole_operand(operand, changed._spec), operands))
+        local_of(changed).copy_(Layout.of(changed).take(whole, Grid.of(changed)))
+
+
+def _change_base(view: GatheredView, operands: Any, change: Callable[[Tensor, Any], Any]) -> None:
+    def change_and_keep(whole: Tensor, more: Any) -> None:
+        seen = view.of(whole)
+        change(seen, more)
+        mesh = view.device_mesh
+        view._local_tensor = seen.clone()
+        view._spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, view._spec.tensor_meta)
+
+    change_whole(view.base, operands, change_and_keep)
+
+
+def _whole_operand(operand: Tensor, spec: DTensorSpec) -> Tensor:
+    """Return the whole of a DTensor; of a plain tensor rank 0's, because ranks may have drawn it differently."""
+    if isinstance(operand, DTensor):
+        return whole_tensor(operand)
+    grid: Grid = getattr(spec.mesh, GRID)
+    if operand.numel() < 2:
+        return operand
+    return comm.from_first(operand.to(grid.device), grid, spec.mesh.mesh_dim_names)
+
+
+def own_part(value: Tensor, spec: DTensorSpec, said: str) -> Tensor:
+    """Return this rank's part of a whole tensor, which is rank 0's, or of a DTensor, as `spec` cuts it."""
+    if value.shape != spec.shape:
+        raise ValueError(f"{said} of shape {tuple(spec.shape)} cannot become {tuple(value.shape)}")
+    if isinstance(value, DTensor):
+        return local_of(value.redistribute(spec.mesh, spec.placements))
+    whole, grid = _whole_operand(value, spec), getattr(spec.mesh, GRID)
+    return Layout.of(spec).take(whole, grid)
+
+
+class ShardedParameter(GridDTensor):
     """This rank's shard of a parameter, with the shape of the whole."""
 
     spec: Spec
@@ -104,25 +244,27 @@ class ShardedParameter(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in ON_SHARDS or func._schema.is_mutable or not _recorded():
-            return DTensor.__torch_dispatch__(func, types, args, kwargs)
+            return GridDTensor.__torch_dispatch__.__func__(cls, func, types, args, kwargs)
         args, kwargs = tree_map_only(DTensor, read_whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @property
-    def data(self) -> Tensor:
-        """The parameter as a DTensor that autograd does not follow."""
-        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+    def grad(self) -> Tensor | None:
+        """The gradient, sharded as the parameter; it may also be set, as a DTensor or as a whole tensor."""
+        return torch._C.TensorBase.grad.__get__(self)  # type: ignore[attr-defined]
 
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        """Copy values into the shard, from a DTensor of the same shape or from a whole tensor."""
-        if value.shape != self.shape:
-            raise ValueError(f"{self.label}: .data of shape {tuple(self.shape)} cannot become {tuple(value.shape)}")
-        with torch.no_grad():
-            if isinstance(value, DTensor):
-                local_of(self).copy_(local_of(value.redistribute(self.device_mesh, self.placements)))
-            else:
-                local_of(self).copy_(self.spec.storage.take(value, self.grid))
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        spec = self.complete or self._spec
+        if value is not None and not isinstance(value, GridDTensor):
+            owes = isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements)
+            part = local_of(value) if owes else own_part(value.detach(), spec, f"{self.label}: .grad")  # type: ignore[arg-type]
+            value = grid_dtensor(part, value._spec if owes else spec)  # type: ignore[attr-defined]
+        torch._C.TensorBase.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        torch._C.TensorBase.grad.__delete__(self)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:
@@ -170,10 +312,11 @@ def _recorded() -> bool:
 
 def whole_tensor(tensor: DTensor) -> Tensor:
     """Gather a parameter, or a DTensor that was computed from one, on every rank of a place."""
-    if not isinstance(tensor, ShardedParameter):
+    if isinstance(tensor, ShardedParameter):
+        return comm.join(local_of(tensor), tensor.spec.storage, tensor.spec.shape, tensor.grid, label=tensor.label)
+    if not _is_cut_plainly(tensor):
         return tensor.full_tensor()
-    spec = tensor.spec
-    return comm.join(local_of(tensor), spec.storage, spec.shape, tensor.grid, label=tensor.label)
+    return comm.join(local_of(tensor), Layout.of(tensor), tensor.shape, Grid.of(tensor), counted=False)
 
 
 def whole_over_pipe(
@@ -237,6 +380,11 @@ def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
     # as nn.Parameter does, but without its detach, for which torch would derive the layout again
     parameter._is_param = True
     return parameter  # type: ignore[return-value]
+
+
+def grid_dtensor(local: Tensor, spec: DTensorSpec) -> GridDTensor:
+    """Return a gradient. DTensor.from_local would take a millisecond, and DTensor.__init__ does nothing, slowly."""
+    return DTensor.__new__(GridDTensor, own_storage(local), spec, requires_grad=False)
 
 
 def own_storage(local: Tensor) -> Tensor:
