@@ -7,6 +7,7 @@ stay. Its parameters become shards (`parameters.py`).
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -44,7 +45,13 @@ from fourfold.wrap.grid_tensor import (
     to_shown,
 )
 from fourfold.wrap.images import CONVOLUTIONS, make_channel_norm, make_convolution
-from fourfold.wrap.integrations import answer_training_loops, generate_on_grid, require_dtype
+from fourfold.wrap.integrations import (
+    answer_training_loops,
+    generate_alike,
+    generate_by_place,
+    require_dtype,
+    runs_until_all_are_done,
+)
 from fourfold.wrap.linear_adapters import (
     ContractAdapter,
     ExpandAdapter,
@@ -294,7 +301,7 @@ def _on_grid(plain: type[nn.Module]) -> type[nn.Module]:
             between = type(parent.__name__, (parent,), {"forward": _forward(parent)})
             return type(plain.__name__, (plain, between), names)
     methods = {"forward": _forward(plain)}
-    if callable(getattr(plain, "generate", None)):
+    if inspect.isfunction(inspect.getattr_static(plain, "generate", None)):  # not a static or a class method
         methods["generate"] = _generate(plain)
     return type(plain.__name__, (plain,), names | methods)
 
@@ -416,17 +423,23 @@ def _apply(plain: type[nn.Module]) -> Any:
 
 
 def _generate(plain: type[nn.Module]) -> Any:
-    """Return a `generate` that gives each place its own rows of the prompts."""
+    """Return a `generate` that gives each place its own rows of the prompts, or all rows to a loop of the module's own.
+
+    A loop of one's own, such as peft's, may call transformers' `generate` of a module inside, which then cuts the rows.
+    """
     own = plain.generate  # type: ignore[attr-defined]
+    by_place = runs_until_all_are_done(own, plain)
 
     @functools.wraps(own)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         context = adapters_of(self)[0].context
         if context.generating:  # called by `generate` of a module around this one
             return own(self, *args, **kwargs)
+        if not by_place:
+            return generate_alike(own, self, context.grid, *args, **kwargs)
         context.generating = True
         try:
-            return generate_on_grid(own, self, context.grid, *args, **kwargs)
+            return generate_by_place(own, self, context.grid, *args, **kwargs)
         finally:
             context.generating = False
 

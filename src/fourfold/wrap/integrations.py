@@ -7,6 +7,7 @@ policy's: gathered weights and messages have the policy's dtype, so any other pr
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -165,9 +166,35 @@ def require_dtype(context: ModelContext, source: str, dtype: torch.dtype) -> Non
 
 # generation
 
+SYNCED = "synced_gpus"
+"""The argument of transformers' `generate` that means: keep running until all ranks are done."""
 
-def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *args: Any, **kwargs: Any) -> Any:
-    """Run `generate` on the same prompts on all ranks; return the token ids of all rows, padded to the longest.
+
+def runs_until_all_are_done(own: Callable[..., Any], plain: type[nn.Module]) -> bool:
+    """Return whether a `generate` takes `synced_gpus`, by name or, in a class of transformers, among other options."""
+    parameters = inspect.signature(own).parameters.values()
+    of_transformers = any(base.__module__.startswith("transformers.generation.") for base in plain.__mro__)
+    return any(one.name == SYNCED or (of_transformers and one.kind is one.VAR_KEYWORD) for one in parameters)
+
+
+def generate_alike(own: Callable[..., Any], model: nn.Module, grid: Grid, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's own `generate` on all rows on every rank, with the same random numbers.
+
+    Such a loop decides by itself when it ends. With equal rows and draws all ranks end together, so that none waits in
+    a gather for a rank that has returned.
+    """
+    with seeded(_draw(grid), grid.device):
+        return own(model, *args, **kwargs)
+
+
+def _draw(grid: Grid) -> int:
+    """Return a number of 52 bits, equal on all ranks, so that torch.manual_seed on rank 0 decides."""
+    # fp64 holds 52 bits exactly
+    return int(comm.from_first(torch.randint(1 << 52, (1,), dtype=torch.float64, device=grid.device), grid))
+
+
+def generate_by_place(own: Callable[..., Any], model: nn.Module, grid: Grid, *args: Any, **kwargs: Any) -> Any:
+    """Run transformers' `generate` on the same prompts on all ranks; return the tokens of all rows, padded alike.
 
     `own` is the plain class's method. It runs on the rows of each (data, z) place; the last row is repeated where rows
     do not divide. Ranks of a place that is done early keep running with the others, because they hold a part of their
@@ -195,10 +222,8 @@ def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *arg
     args = tree_map(cut, args)
     # a tensor of token ids, such as several end tokens, may have as many entries as there are rows
     kwargs = {name: value if name.endswith("_token_id") else tree_map(cut, value) for name, value in kwargs.items()}
-    kwargs.setdefault("synced_gpus", grid.size(GATHERED) > 1)  # transformers' word for: run until all ranks are done
-    # one number for all ranks, so that torch.manual_seed on rank 0 decides; fp64 holds 52 bits exactly
-    drawn = int(comm.from_first(torch.randint(1 << 52, (1,), dtype=torch.float64, device=grid.device), grid))
-    key = key_of(drawn, *(f"{axis}={grid.coords[axis]}" for axis in BATCH))
+    kwargs.setdefault(SYNCED, grid.size(GATHERED) > 1)
+    key = key_of(_draw(grid), *(f"{axis}={grid.coords[axis]}" for axis in BATCH))
     with seeded(key, grid.device):
         tokens = own(model, *args, **kwargs)
     sequences = len(tokens) * places // (rows + missing)  # returned per row
