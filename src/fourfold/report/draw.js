@@ -24,8 +24,11 @@ const fourfold = (() => {
     script.textContent = await new Response(unpacked).text();
     document.head.append(script);
   })();
-  const draw = async (name, figure, withBar) => {
+  // A figure may have another layout for a phone.
+  const draw = async (name, { traces, layout, narrow = layout }, withBar) => {
     await plotly;
+    const figure = { traces, layout: innerWidth > 600 ? layout : narrow };
+    node(name).style.height = `${figure.layout.height}px`;
     const shown = resolve(figure, getComputedStyle(document.documentElement));
     // Only these buttons: some of plotly's own would upload the data. None on a phone, where they would cover the legend.
     const buttons = [["toImage", "zoom2d", "pan2d", "autoScale2d", "resetScale2d"]];

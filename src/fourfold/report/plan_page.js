@@ -35,7 +35,7 @@
       return html("button", { type: "button", "aria-label": label, onclick: () => select(to), ...off }, text);
     };
     node("selected").replaceChildren(
-      html("span", {}, "Selected: ", html("b", {}, `${grid.rank}. ${grid.name}`), ` ${grid.cards[0][1]}, ${grid.against}`),
+      html("span", {}, "Selected: ", html("b", {}, `${grid.rank}. ${grid.name}`), ` ${grid.step}, ${grid.against}`),
       html("span", { class: "steps" }, step(selected - 1, "\u2039", "the next faster grid"), step(selected + 1, "\u203a", "the next slower grid"),
         step(0, "best", "the best grid")),
     );
@@ -68,7 +68,7 @@
       html("i", { style: `${shade(part)};width:${100 * part.share / whole}%`, title: `${part.name}: ${part.text}` }));
     const limit = html("b", { style: `left:${100 / whole}%`, title: "usable memory of a device" });
     node("memory").replaceChildren(
-      html("p", { class: "hint" }, `${grid.name}: ${grid.cards.at(-1)[1]}, ${grid.cards.at(-1)[2]} of usable memory.`),
+      html("p", { class: "hint" }, `${grid.name}: ${grid.uses.join(", ")} of usable memory.`),
       html("div", { class: "stack" }, ...parts, limit),
       html("ul", { class: "kinds" }, ...kinds.map((part) =>
         html("li", { style: shade(part) }, html("i"), part.name, " ", html("b", {}, part.text)))),

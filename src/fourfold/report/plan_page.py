@@ -191,6 +191,8 @@ def view(document: PlanDocument, entry: PlannedGrid) -> dict[str, Any]:
         "rank": entry["rank"],
         "at": [entry["seconds"], entry["peak_bytes"] / GIB],
         "cards": cards(document, entry),
+        "step": duration(entry["seconds"]),
+        "uses": _memory_used(entry, usable),
         "against": "the best" if entry is best else f"{more} slower than the best",
         "reason": entry["reason"],
         "policy": policy_words(entry),
@@ -255,9 +257,14 @@ def cards(document: PlanDocument, entry: PlannedGrid) -> list[tuple[str, str, st
         ("MFU", percent(entry["mfu"]), f"of {count(document['machine']['peak_flops'])}FLOP/s per device"),
         ("HFU", percent(entry["hfu"]), "counts recomputed work too"),
         ("Exposed", duration(exposed), f"{percent(exposed / entry['seconds'])} of the step"),
-        ("Peak memory", nbytes(entry["peak_bytes"]), f"{percent(entry['peak_bytes'] / usable)} of {nbytes(usable)}"),
+        ("Peak memory", *_memory_used(entry, usable)),
         *whole,
     ]
+
+
+def _memory_used(entry: PlannedGrid, usable: float) -> tuple[str, str]:
+    """Return the peak memory of a grid, and the part that it is of the memory that a device can use."""
+    return nbytes(entry["peak_bytes"]), f"{percent(entry['peak_bytes'] / usable)} of {nbytes(usable)}"
 
 
 def _changes(entry: PlannedGrid, best: PlannedGrid) -> str:
@@ -352,7 +359,8 @@ def _tradeoff(document: PlanDocument) -> Figure:
     most = max(usable, *(entry["peak_bytes"] / GIB for entry in (*grids, *estimated)))
     seconds = [entry["seconds"] for entry in (*grids, *estimated)]
     # On a linear scale, seconds that differ by orders of magnitude would put all good grids at the left edge.
-    log = {"type": "log", "dtick": "D2"} if max(seconds) > 8 * min(seconds) else {}
+    # With a format plotly writes 200 at the tick of 200; without one, a small 2.
+    log = {"type": "log", "dtick": "D2", "tickformat": ",~r"} if max(seconds) > 8 * min(seconds) else {}
     limit = {"color": "var(--accent)", "width": 1.5, "dash": "dash"}
     font = {"color": "var(--accent)", "size": 12}
     corner = {"xref": "paper", "x": 1, "xanchor": "right", "y": usable, "yanchor": "bottom"}

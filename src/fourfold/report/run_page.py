@@ -22,6 +22,7 @@ from fourfold.axes import AXES, CONTEXT, MESSAGE_AXES
 from fourfold.report import page
 from fourfold.report.page import Figure, card, colour, hint, plot_axis, plot_layout, section, table
 from fourfold.report.run_data import (
+    ExpertPart,
     ExpertsRecord,
     OverRanks,
     PipelineRecord,
@@ -815,10 +816,9 @@ def _expert_heat(record: ExpertsRecord | None) -> Figure | None:
         return None
     parts, experts = record.parts, len(record.parts[0].loads[0])
     most = max(2.0, *(load for part in parts for block in part.loads for load in block))
-    traces, axes, texts = [], {}, []
-    width, gap = 1 / len(parts), 0.02
+    traces = []
     for place, part in enumerate(parts):
-        number = str(place + 1) if place else ""
+        number = _axis_number(place)
         traces.append({
             "type": "heatmap", "name": f"steps {part.first:,} to {part.last:,}", "x": list(range(experts)),
             "y": [f"block {block}" for block in record.blocks],
@@ -826,28 +826,47 @@ def _expert_heat(record: ExpertsRecord | None) -> Figure | None:
             "coloraxis": "coloraxis", "xaxis": f"x{number}", "yaxis": f"y{number}", "xgap": 1, "ygap": 1,
             "hovertemplate": "%{y}, expert %{x}: %{z:.2f} times the mean<extra></extra>",
         })  # fmt: skip
-        domain = [place * width, (place + 1) * width - (gap if place + 1 < len(parts) else 0)]
-        axes[f"xaxis{number}"] = plot_axis(
-            domain=domain, anchor=f"y{number}", showgrid=False, title={"text": "expert", "standoff": 6}
-        )
-        axes[f"yaxis{number}"] = plot_axis(
-            anchor=f"x{number}", showgrid=False, type="category", autorange="reversed", showticklabels=not place
-        )
-        texts.append({
-            "text": f"steps {part.first:,} to {part.last:,}" if part.last > part.first else f"step {part.first:,}",
-            "x": domain[0], "y": 1, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom",
-            "showarrow": False, "font": {"color": "var(--muted)", "size": 12},
-        })  # fmt: skip
     scale = [[0, "var(--accent)"], [1 / most, "var(--card)"], [1, "var(--strong)"]]
     bar = {"title": {"text": "times the mean", "side": "right"}, "thickness": 12, "outlinewidth": 0}
-    layout = plot_layout(
-        max(210, min(900, 110 + 22 * len(record.blocks))), **axes, annotations=texts, showlegend=False,
-        hovermode="closest",
-        coloraxis={"colorscale": scale, "cmin": 0, "cmax": most, "colorbar": bar},
-    )  # fmt: skip
+    colours = {"colorscale": scale, "cmin": 0, "cmax": most}
+    high = max(210, min(900, 110 + 22 * len(record.blocks)))
+    more = {"showlegend": False, "hovermode": "closest"}
+    layout = plot_layout(high, **_expert_axes(parts), **more, coloraxis={**colours, "colorbar": bar})
     layout["margin"] = {**layout["margin"], "r": 90}
+    below = {"title": {"text": "times the mean", "side": "bottom"}, "orientation": "h", "y": 0, "yref": "container",
+             "yanchor": "bottom"}  # fmt: skip
+    narrow = plot_layout(
+        high * len(parts), **_expert_axes(parts, stacked=True), **more, coloraxis={**colours, "colorbar": bar | below}
+    )
+    narrow["margin"] = {**narrow["margin"], "b": 120}
     caption = "Tokens of each expert divided by the mean of its block, in equal parts of the run."
-    return {"traces": traces, "layout": layout, "caption": caption}
+    return {"traces": traces, "layout": layout, "narrow": narrow, "caption": caption}
+
+
+def _expert_axes(parts: Sequence[ExpertPart], *, stacked: bool = False) -> dict[str, Any]:
+    """Return the axes and the titles of the parts of a run: side by side, or one below the other."""
+    axes: dict[str, Any] = {"annotations": []}
+    gap = 0.1 if stacked else 0.02
+    length = (1 - gap * (len(parts) - 1)) / len(parts)
+    for place, part in enumerate(parts):
+        number, last = _axis_number(place), place + 1 == len(parts)
+        start = place * (length + gap)
+        x, y = ([0, 1], [1 - start - length, 1 - start]) if stacked else ([start, start + length], [0, 1])
+        title = {"title": {"text": "expert", "standoff": 6}} if last or not stacked else {}
+        names = {"type": "category", "autorange": "reversed", "showticklabels": stacked or not place}
+        axes[f"xaxis{number}"] = plot_axis(domain=x, anchor=f"y{number}", showgrid=False, **title)
+        axes[f"yaxis{number}"] = plot_axis(domain=y, anchor=f"x{number}", showgrid=False, **names)
+        axes["annotations"].append({
+            "text": f"steps {part.first:,} to {part.last:,}" if part.last > part.first else f"step {part.first:,}",
+            "x": x[0], "y": y[1], "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom",
+            "showarrow": False, "font": {"color": "var(--muted)", "size": 12},
+        })  # fmt: skip
+    return axes
+
+
+def _axis_number(place: int) -> str:
+    """Return the number that plotly puts behind the name of an axis: none for the first."""
+    return str(place + 1) if place else ""
 
 
 # --- the profile
