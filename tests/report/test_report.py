@@ -405,6 +405,33 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     assert "5 logged steps were taken again after a resume" in " ".join(run.notes)
 
 
+def test_a_run_on_two_grids_is_shown_by_part(tmp_path: Path) -> None:
+    """Title and numbers say which grid they are of, and every figure has a line where the run was resumed."""
+    steps = [line for line in records(40, skip=()) if line["event"] == "step"]
+    for line in steps[30:]:
+        line.update(seconds=0.5, tokens_per_second=4096, mfu=0.125, wire_bytes={"data": MiB}, exposed_seconds={})
+    before = [
+        {"started": "2026-11-15T04:20:00+00:00", "grid": {"x": 2, "z": 2}, "step": 10},  # a restart on the same grid
+        {"started": "2026-11-15T05:20:00+00:00", "grid": {"x": 2, "z": 2}, "step": 34},
+        {"started": "2026-11-15T05:30:00+00:00", "grid": {"x": 4}, "step": 30},  # rolled back: has left no step
+    ]
+    folder = write_run(tmp_path / "run", steps, resumed=before, grid={"data": 2}, ranks=2)
+    run = read_run(folder)
+    assert [(part.first, str(part.shape)) for part in run.parts] == [(1, "x=2 z=2"), (31, "data=2")]
+    assert run.resumed == [10, 30]
+    html = html_of(folder)
+    assert "<title>gpt-tiny on x=2 z=2, then data=2 - Fourfold</title>" in html and "4, then 2 ranks" in html
+    assert "median since step 31, all ranks" in html and ">500 ms<" in html and ">1 MiB<" in html
+    row = re.search(r"<tr><td>1 to 30</td>(.*?)</tr>", html)
+    assert row is not None and row.group(1).startswith("<td>x=2 z=2</td><td>4</td>"), row
+    assert percent(median(line["mfu"] for line in steps[:30])) in row.group(1)
+    assert "<td>31 to 40</td><td>data=2</td><td>2</td>" in html and "from 31 on, on data=2" in html
+    for name in ("loss", "norm", "throughput", "time"):
+        assert [line["x0"] for line in figures(run)[name]["layout"]["shapes"]] == [10.5, 30.5], name
+    damaged = read_run(write_run(tmp_path / "other", steps, resumed=[{"step": "a"}, 7, *before[:1]]))
+    assert (len(damaged.parts), damaged.resumed) == (1, [10])
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_none(tmp_path: Path, value: float) -> None:
     """NaN and infinity anywhere give a gap, a mark and a note, never a page that cannot be read."""

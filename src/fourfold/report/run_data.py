@@ -20,10 +20,11 @@ import sys
 import threading
 import zlib
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
@@ -156,6 +157,11 @@ class StepTable(Sequence[LoggedStep]):
             return []
         return [step for step, loss in zip(self.steps, losses, strict=True) if math.isinf(loss)]
 
+    def between(self, first: int, last: int) -> StepTable:
+        """Return the table of the steps from one to another, both included, of a table that is ordered."""
+        places = range(bisect_left(self.steps, first), bisect_right(self.steps, last))
+        return self if len(places) == len(self) else self._at(places)
+
     def extend(
         self,
         steps: Sequence[int],
@@ -180,8 +186,9 @@ class StepTable(Sequence[LoggedStep]):
     def ordered(self) -> StepTable:
         """Return the table in the order of its steps, each step once: its last record counts."""
         places = last_in_order(self.steps, self.lines)
-        if places is None:
-            return self
+        return self if places is None else self._at(places)
+
+    def _at(self, places: Sequence[int]) -> StepTable:
         found = StepTable()
         found.steps, found.lines, found.skips = (_chosen(one, places) for one in (self.steps, self.lines, self.skips))
         found.columns = {key: _chosen(column, places) for key, column in self.columns.items()}
@@ -315,6 +322,15 @@ class Evaluations:
         return len(self.steps)
 
 
+class RunPart(NamedTuple):
+    """Steps that a run took on one grid."""
+
+    first: int
+    last: int
+    """The last step; `MAX_STEP` for the part that ran last."""
+    shape: Shape
+
+
 class ExpertPart(NamedTuple):
     """A part of a run, and the tokens that experts had in it, as multiples of their mean."""
 
@@ -352,6 +368,10 @@ class RunData:
     shape: Shape
     metrics: Path
     """The file that has every number."""
+    parts: Sequence[RunPart]
+    """The grids of the run in order; one part, unless it was resumed on another grid."""
+    resumed: Sequence[int]
+    """The steps after which the run was resumed."""
     steps: StepTable = field(default_factory=StepTable)
     evaluations: Evaluations = field(default_factory=lambda: Evaluations(array("q"), array("d")))
     skipped: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -363,6 +383,10 @@ class RunData:
     documents: DocumentsRecord | None = None
     experts: ExpertsRecord | None = None
     notes: list[str] = field(default_factory=list)
+
+    def part(self, part: RunPart) -> RunData:
+        """Return the run with the steps of one part alone, for numbers that differ between grids."""
+        return replace(self, shape=part.shape, steps=self.steps.between(part.first, part.last))
 
     @property
     def axes(self) -> list[str]:
@@ -394,7 +418,8 @@ def read_run(folder: Path) -> RunData:
     facts, shape = _read_facts(folder / "run.json")
     # errors="replace" here and below: a run that was killed may end in the middle of a character.
     config = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
-    run = RunData(folder.resolve().name, config, facts, shape, (folder / "metrics.jsonl").resolve())
+    parts, resumed = _parts(facts, shape)
+    run = RunData(folder.resolve().name, config, facts, shape, (folder / "metrics.jsonl").resolve(), parts, resumed)
     _read_metrics(run)
     if (folder / "profile" / "summary.json").is_file():
         _read_profile(run, (folder / "profile").resolve())
@@ -417,10 +442,38 @@ def _read_facts(path: Path) -> tuple[Mapping[str, Any], Shape]:
         raise ValueError(f"{path} must be an object with model and grid, but has no {' and no '.join(missing)}")
     try:
         order = tuple(facts.get("order", AXES))
-        # A run from before an axis existed does not name it; its size is 1, so its place in the order means nothing.
-        return facts, Shape(**facts["grid"], order=order + tuple(axis for axis in AXES if axis not in order))
+        return facts, _shape_of(facts["grid"], order)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: grid={facts['grid']!r}, order={facts.get('order')!r}: {error}") from error
+
+
+def _shape_of(sizes: Mapping[str, Any], order: tuple[str, ...] = ()) -> Shape:
+    # A run from before an axis existed does not name it; its size is 1, so its place in the order means nothing.
+    return Shape(**sizes, order=order + tuple(axis for axis in AXES if axis not in order))
+
+
+def _parts(facts: Mapping[str, Any], shape: Shape) -> tuple[list[RunPart], list[int]]:
+    """Return the parts of a run by grid, and the steps after which it was resumed.
+
+    `run.json` has the grid of every earlier part and the step at which the next one began. A part that was rolled back
+    to a step before its own first one has left no step.
+    """
+    before = facts.get("resumed")
+    end, ended = MAX_STEP, []
+    for part in reversed(before if isinstance(before, list) else []):
+        try:
+            end = min(end, int(part["step"]))
+            ended.append((end, _shape_of(part["grid"])))
+        except (KeyError, TypeError, ValueError):
+            break  # damaged: what lies before it is not known either
+    parts: list[RunPart] = []
+    for last, grid in [*reversed(ended), (MAX_STEP, shape)]:
+        first = parts[-1].last + 1 if parts else 1
+        if parts and str(parts[-1].shape) == str(grid):  # the same sizes: a restart changes nothing that is shown
+            parts[-1] = parts[-1]._replace(last=last)
+        elif first <= last:
+            parts.append(RunPart(first, last, grid))
+    return parts, sorted({last for last, _ in ended if last > 0})
 
 
 # --- metrics.jsonl

@@ -78,6 +78,9 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 MFU = f"MFU = model FLOPs per token {TIMES} tokens/s / (ranks {TIMES} peak FLOP/s)"
 HFU = "HFU = the same with hardware FLOPs per token: model FLOPs plus the FLOPs that recompute repeats"
 
+SHOWN_PARTS = 20
+"""The most parts of a run whose numbers are listed, the last ones."""
+
 NO_MESSAGES = "With one rank nothing is communicated."
 
 
@@ -106,10 +109,11 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
         parameters += f", {count(active)} active"
     facts = [run.text("device"), _ranks(run), parameters, *versions]
     body = [
-        page.header(f"Training run: {run.name}", run.text("model"), str(run.shape), facts),
+        page.header(f"Training run: {run.name}", run.text("model"), _grids(run), facts),
         *(f'<p class="note">{escape(note)}</p>' for note in notes),
         '<noscript><p class="note">The figures need JavaScript; the numbers below do not.</p></noscript>',
         f'<dl class="cards">{"".join(key_figures(run))}</dl>',
+        *_parts_table(run),
         _figure("loss", "Loss", drawn),
         '<div class="pair">',
         _figure("norm", "Gradient norm and learning rate", drawn),
@@ -130,7 +134,7 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
         section("MFU and HFU", utilisation(run)),
         f"<details><summary>config.toml</summary><pre>{escape(run.config)}</pre></details>",
     ]
-    title = f"{run.text('model')} on {run.shape}"
+    title = f"{run.text('model')} on {_grids(run)}"
     return page.frame(title, "\n".join(body), drawn, plotly_js, script="run_page.js")
 
 
@@ -161,7 +165,40 @@ def _skipped_table(run: RunData) -> str:
 
 
 def _ranks(run: RunData) -> str:
-    return f"{run.shape.world} rank{'s' if run.shape.world > 1 else ''}"
+    worlds = [part.shape.world for part in run.parts]
+    return f"{_then(worlds)} rank{'s' if worlds[-1] > 1 else ''}"
+
+
+def _grids(run: RunData) -> str:
+    return _then([part.shape for part in run.parts])
+
+
+def _then(things: Sequence[Any]) -> str:
+    """Return the first and the last of things that followed each other, and the one between if there is only one."""
+    if len(things) > 3:
+        return f"{things[0]}, {len(things) - 2} others, then {things[-1]}"
+    return ", then ".join(map(str, things))
+
+
+def _parts_table(run: RunData) -> Iterator[str]:
+    """Yield the numbers of each part of a run that was resumed on another grid."""
+    if len(run.parts) == 1:
+        return
+    rows = []
+    for part in run.parts[-SHOWN_PARTS:]:
+        only = run.part(part)
+        sent = median_wire_bytes(only)
+        steps = f"{only.steps.steps[0]:,} to {only.steps.steps[-1]:,}" if only.steps else "none logged"
+        rows.append((
+            steps, escape(str(part.shape)), f"{part.shape.world:,}", count(_median(only, "tokens_per_second")),
+            percent(_median(only, "mfu")), duration(_median(only, "seconds")),
+            nbytes(max(_values(only, "peak_memory_bytes"), default=None)), nbytes(sum(sent.values())) if sent else DASH,
+        ))  # fmt: skip
+    head = ("steps", "grid", "ranks", "tokens/s", "MFU", "step time", "peak memory", "sent per step")
+    left = len(run.parts) - len(rows)
+    more = f" {left:,} earlier parts are not listed; run.json has them." if left else ""
+    about = f"The run was resumed on another grid. The numbers above are those of the last part; all are medians.{more}"
+    yield section("The run by grid", hint(about) + table(head, rows))
 
 
 def _figure(
@@ -197,15 +234,17 @@ def key_figures(run: RunData) -> Iterator[str]:
     else:
         yield card("Best validation loss", DASH, "no evaluation")
     yield card("Unigram entropy", plain(run.number("unigram_entropy")), "the loss of guessing by token frequency")
-    yield card("Tokens per second", count(_median(run, "tokens_per_second")), "median, all ranks")
-    yield card("MFU", percent(_median(run, "mfu")), "median", MFU)
-    yield card("HFU", percent(_median(run, "hfu")), "median", HFU)
-    shares = _exposed_shares(run.steps)
-    exposed = f"median, {percent(median(shares))} exposed" if shares else ""
+    latest = run.part(run.parts[-1])
+    since = f" since step {run.parts[-1].first:,}" if len(run.parts) > 1 else ""
+    yield card("Tokens per second", count(_median(latest, "tokens_per_second")), f"median{since}, all ranks")
+    yield card("MFU", percent(_median(latest, "mfu")), f"median{since}", MFU)
+    yield card("HFU", percent(_median(latest, "hfu")), f"median{since}", HFU)
+    shares = _exposed_shares(latest.steps)
+    exposed = f"median{since}, {percent(median(shares))} exposed" if shares else ""
     tip = "exposed: communication that is not hidden behind computation"
-    yield card("Step time", duration(_median(run, "seconds")), exposed, tip)
-    yield card("Peak memory", nbytes(max(_values(run, "peak_memory_bytes"), default=None)), "on rank 0")
-    sent = median_wire_bytes(run)
+    yield card("Step time", duration(_median(latest, "seconds")), exposed, tip)
+    yield card("Peak memory", nbytes(max(_values(latest, "peak_memory_bytes"), default=None)), f"on rank 0{since}")
+    sent = median_wire_bytes(latest)
     parts = " ".join(
         f'<span style="--axis:{colour(axis)}"><i></i>{escape(axis)}&nbsp;{nbytes(size)}</span>'
         for axis, size in sent.items()
@@ -293,11 +332,20 @@ def figures(run: RunData) -> dict[str, Figure]:
         figure["layout"]["xaxis"].update(range=[min(steps) - room, max(steps) + room])
         if max(steps) - min(steps) < 8:
             figure["layout"]["xaxis"].update(dtick=1)  # otherwise plotly also marks step 1.5
+        if run.resumed:
+            figure["layout"]["shapes"] = [_resumed_line(step) for step in marked(run.resumed)]
+            figure["caption"] += " A dotted line: the run was resumed."
     made = {**by_step, "wire": _wire(run), "kept": _kept(run), "links": _links(run), "plan": _plan_figure(run)}
     made["pipeline"] = _pipeline_figure(run.pipeline)
     made["experts"] = _expert_heat(run.experts)
     made["places"] = None if run.documents is None else places_figure(load_of(run.documents))
     return {name: figure for name, figure in made.items() if figure is not None}
+
+
+def _resumed_line(step: int) -> Figure:
+    """Return a line between a step and the next, over the whole height of a figure."""
+    line = {"color": "var(--muted)", "width": 1.2, "dash": "dot"}
+    return {"type": "line", "x0": step + 0.5, "x1": step + 0.5, "yref": "paper", "y0": 0, "y1": 1, "line": line}
 
 
 def _ends(ascending: Sequence[int]) -> list[int]:
@@ -474,8 +522,10 @@ def _imbalance(run: RunData) -> Figure | None:
 
 
 def _wire(run: RunData) -> Figure | None:
-    sent = median_wire_bytes(run)
-    caption = "Bytes that rank 0 puts on the wire, by axis; median over the steps."
+    latest = run.parts[-1]
+    sent = median_wire_bytes(run.part(latest))
+    over = "the steps" if len(run.parts) == 1 else f"the steps from {latest.first:,} on, on {latest.shape}"
+    caption = f"Bytes that rank 0 puts on the wire, by axis; median over {over}."
     return _byte_bars(sent, [colour(axis) for axis in sent], caption) if sent else None
 
 
