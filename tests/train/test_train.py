@@ -44,6 +44,7 @@ from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import BadStepsError, FailedElsewhereError, ReplicasDifferError
 from fourfold.grid import Shape
 from fourfold.params import local_of
+from fourfold.planner.machine import load_machine
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.step_program import step_program
 from fourfold.policy import Overlap
@@ -303,6 +304,30 @@ def test_print_config_reads_back_and_starts_nothing(one: Ranks, tmp_path: Path) 
     assert left.err.startswith(f"grid {chosen}")
     assert " by the planner: " in left.err
     assert left.err.count("\n") == 1
+
+
+def test_a_printed_config_is_for_the_machine_that_it_names(one: Ranks) -> None:
+    """On a login node too: dtype, sequence, batch and compiling as `fourfold plan` has them; a node's ranks."""
+    arguments = ["train", "--model", "gpt-1.4b", "--print-config", "--machine"]
+    found = {}
+    for more in (["dgx-h100", "--grid", "x=2,z=32"], ["dgx-h100"], ["laptop", "--grid", "z=4"]):
+        (left,) = one.run(cli, *arguments, *more)
+        assert left.code == 0, left.err
+        config = read_config(None, [*_flat(tomllib.loads(left.out))])
+        batch = config.batch
+        found[" ".join(more)] = (
+            config.grid.shape.world,
+            config.policy.dtype,
+            config.policy.compile,
+            batch.seq,
+            batch.rows,
+        )
+    on_gpus = ("bf16", True, 2048, 512)
+    assert found == {
+        "dgx-h100 --grid x=2,z=32": (64, *on_gpus),
+        "dgx-h100": (load_machine("dgx-h100").devices_per_node, *on_gpus),
+        "laptop --grid z=4": (4, "fp32", False, 128, 16),
+    }
 
 
 def _flat(table: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:

@@ -42,6 +42,7 @@ from fourfold.environment import Environment, command_began, inside_a_job, is_wa
 from fourfold.errors import FailedElsewhereError, Failure, RollBackError
 from fourfold.grid import Grid
 from fourfold.job import Channel, agree_on_facts
+from fourfold.planner.machine import Machine, load_machine
 from fourfold.train import fork_server
 from fourfold.train.callbacks import Callbacks
 from fourfold.train.checkpoints import (
@@ -58,7 +59,7 @@ from fourfold.train.checkpoints import (
     still_to_rewind,
     what_is_saved,
 )
-from fourfold.train.config import TrainConfig, read_config
+from fourfold.train.config import AUTO, TrainConfig, read_config
 from fourfold.train.console import write_data
 from fourfold.train.language_model import build_model, vocab_of
 from fourfold.train.launch import RestartPolicy, launch, share_cores, wait_after_restart
@@ -102,12 +103,12 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     asked = requested(options, options.ranks)
     if asked.train.epochs is None:
         check_profile(options, asked)
-    ranks = wanted_ranks(asked, options.ranks, device)
+    device, memory, ranks = hardware(options, asked, device)
     people = sys.stderr if options.print_config else output(options.json)
     say = partial(print, file=people, flush=True)
 
     def resolved(ranks: int, say: Callable[[str], object]) -> TrainConfig:
-        return resolve(asked, ranks, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=say)
+        return resolve(asked, ranks, on_gpu=device == "cuda", memory_bytes=memory, say=say)
 
     reasons: list[str] = []
     config = resolved(ranks, reasons.append)
@@ -153,6 +154,20 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             from_nothing=options.restarts is not None,
         ),
     )
+
+
+def hardware(options: argparse.Namespace, asked: TrainConfig, device: str) -> tuple[str, int, int]:
+    """Return the kind of device, its memory, and the number of ranks that a config is resolved for.
+
+    A config that is only printed is for the machine that it names, which need not be this one: on the login node of a
+    cluster its defaults are those of `fourfold plan --config`.
+    """
+    if not options.print_config or options.device is not None or asked.plan.machine == AUTO:
+        return device, memory_bytes(device), wanted_ranks(asked, options.ranks, device)
+    machine = load_machine(asked.plan.machine)
+    ranks = options.ranks or (machine.devices_per_node if asked.grid.auto else None)
+    # no GPU of this machine is counted
+    return "cpu" if machine.device == "cpu" else "cuda", machine.memory, wanted_ranks(asked, ranks, "cpu")
 
 
 def planned_keys(asked: TrainConfig, config: TrainConfig) -> Iterator[tuple[str, Any]]:
