@@ -19,9 +19,10 @@ from fourfold.engine import Overlap
 from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
 from fourfold.models.open import open_model
+from fourfold.models.transformer import Transformer
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.step_program import step_program
-from fourfold.planner.trace import DryRun, dry_run, fake_ranks, kept_bytes
+from fourfold.planner.trace import DryRun, StorageCounter, dry_run, fake_ranks
 
 LLAMA = ff.models.config(
     "llama-3-8b", layers=2, hidden=4032, heads=96, kv_heads=12, head_dim=84, mlp_hidden=14400, qk_norm=True
@@ -91,8 +92,22 @@ def run(case: Case) -> DryRun:
 
 def kept(case: Case) -> int:
     """By the dry run of a forward pass alone."""
-    with fake_ranks(case.shape, case.rank) as grid:
-        return kept_bytes(case.config, grid, case.policy, case.rows, case.seq)[case.policy.recompute]
+    return kept_by_forward(case.config, case.shape, case.policy, case.rows, case.seq, rank=case.rank)
+
+
+def kept_by_forward(
+    config: ModelConfig, shape: Shape, policy: ff.Policy, rows: int, seq: int, *, rank: int = 0, packed: bool = False
+) -> int:
+    """The bytes that a forward pass of the model itself leaves for backward, on meta tensors."""
+    with fake_ranks(shape, rank) as grid:
+        model = Transformer(config, grid, policy)
+        model.assemble(dtype=torch.float32, device=torch.device("meta"))
+        tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")
+        with grid.ledger.not_counted(), StorageCounter() as alive:
+            loss = model(tokens, tokens, positions=tokens if packed else None)
+            found = alive.nbytes
+        del loss
+        return found - sum(cast.copy.nbytes for cast in model.gradients.casts.values())  # those stay beyond backward
 
 
 def in_company() -> DryRun:

@@ -20,7 +20,6 @@ from fourfold.planner.machine import Seconds, load_machine
 from fourfold.planner.price import Candidate, Task, price
 from fourfold.planner.search import search
 from fourfold.planner.space import Space, ways_of
-from fourfold.planner.trace import fake_ranks, kept_bytes
 from fourfold.policy import Policy
 from fourfold.shape import Shape, shapes_of
 from share import share
@@ -148,16 +147,3 @@ def test_the_command_explains_a_grid_and_writes_a_page(tmp_path: Path, capsys: p
     grids = json.loads(document.read_text())["grids"]
     asked_for = next(one for one in grids if one["grid"]["context"] > 1)  # others save memory instead
     assert asked_for["policy"]["context_way"] and "context" in asked_for["link_seconds"]
-
-
-@pytest.mark.slow
-def test_what_each_kind_of_recompute_keeps_with_offload(alone) -> None:
-    """Offload needs blocks that run again, so the other kinds are counted without it."""
-    kept = alone(kept_by_kind)
-    assert kept["block"] < kept["attention"] < kept["none"]
-
-
-def kept_by_kind() -> dict[str, int]:
-    with fake_ranks(Shape(z=2, context=2), 0) as grid:
-        config = ff.models.config("llama-tiny", layers=4)
-        return kept_bytes(config, grid, Policy(recompute="block", offload=True), 2, 128)

@@ -8,13 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import dry
 import fourfold as ff
 from dry import BF16, CASES, GPT, Case
 from fourfold.engine import Overlap
 from fourfold.grid import Shape
+from fourfold.planner.memory import kept_by_recompute
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp
+from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.step_program import flops_per_token
 from fourfold.planner.trace import DryRun
 from share import others_slow, share
@@ -52,6 +55,34 @@ def test_products_are_labelled_and_shaped_as_the_equations(alone) -> None:
 def test_kept_bytes_are_those_of_a_forward_pass_alone(alone) -> None:
     case = Case(Shape(x=2, data=2), ff.Policy(compute_dtype=BF16, recompute="attention"), seq=256)
     assert alone(dry.run, case).kept_bytes == alone(dry.kept, case)
+
+
+KEPT: list[tuple[str, dict[str, Any], Shape, ff.Policy, int, bool]] = [
+    ("gpt-tiny", {}, Shape(x=2, z=2), ff.Policy(), 8, False),
+    ("llama-tiny", {}, Shape(x=2, y=2), ff.Policy(activations="replicated", loss_chunk=64), 4, True),
+    ("gpt-tiny", {"layers": 4}, Shape(data=2, pipe=2), ff.Policy(), 2, False),
+    ("gpt-tiny", {"layers": 8}, Shape(pipe=2, x=2), ff.Policy(schedule="interleaved"), 2, False),
+    ("gpt-tiny", {}, Shape(), ff.Policy(offload=True, recompute="block"), 8, False),
+    ("llama-tiny", {}, Shape(z=2, context=2), ff.Policy(compute_dtype=BF16), 4, True),
+    ("moe-tiny", {}, Shape(z=2, expert=2), ff.Policy(), 2, False),
+]
+"""A model with other sizes, grid, policy, rows, and whether these are packed documents."""
+
+
+def test_what_a_run_says_it_keeps_is_what_a_forward_pass_keeps(alone) -> None:
+    """By kind of recompute, on the first and the last rank; a run must not make the model once more to say so."""
+    failed = []
+    for name, more, shape, policy, rows, packed in KEPT:
+        config, seq = ff.models.config(name, **more), 128
+        documents = (seq,) * rows if packed else None
+        for rank in {shape.world - 1, 0 if shape.pipe > 1 else shape.world - 1}:
+            sizes = LocalSizes(config, shape, policy, rows, seq, torch.float32, rank, documents=documents)
+            for kind, found in kept_by_recompute(sizes).items():
+                each = replace(policy, recompute=kind, offload=policy.offload and kind == "block")
+                wanted = alone(dry.kept_by_forward, config, shape, each, rows, seq, rank=rank, packed=packed)
+                if found != pytest.approx(wanted, rel=0.03):
+                    failed.append((name, str(shape), rank, kind, found, wanted))
+    assert not failed
 
 
 def test_peak_holds_parameters_gradients_and_state(alone) -> None:

@@ -95,6 +95,24 @@ def kept_for_backward(sizes: LocalSizes) -> int:
     return MemoryReading(sizes).kept
 
 
+def kept_by_recompute(sizes: LocalSizes) -> dict[Recompute, int]:
+    """Return the bytes that a rank keeps of one micro-batch from forward to backward, by kind of recompute.
+
+    A pipe rank keeps those of all its stages. Only whole blocks can be offloaded.
+    """
+    found: dict[Recompute, int] = {}
+    for kind in get_args(Recompute):
+        policy = replace(sizes.policy, recompute=kind, offload=sizes.policy.offload and kind == "block")
+        if sizes.shape.sizes[PIPE] == 1:
+            found[kind] = kept_for_backward(replace(sizes, policy=policy))
+            continue
+        stages, rank = sizes.stages, sizes.shape.rank({**sizes.coords, PIPE: 0})
+        alone = replace(sizes, policy=without_stages(policy), rank=rank)
+        parts = [_alike(part_of(stages, stage), sizes.config) for stage in stages.of_rank(sizes.coords[PIPE])]
+        found[kind] = sum(MemoryReading(alone, part=part, recompute=kind).kept for part in parts)
+    return found
+
+
 def peak_memory_of_pipe(
     sizes: LocalSizes, schedule: Schedule, *, optimizer_bytes_per_parameter: float | None = None
 ) -> Memory:

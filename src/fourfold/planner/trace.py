@@ -20,10 +20,10 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ from fourfold.planner.program import (
     Work,
     lane_of,
 )
-from fourfold.policy import Policy, Recompute
+from fourfold.policy import Policy
 from fourfold.wrap.grid_tensor import RULES, grid_tensors_in
 
 FACTORS = {
@@ -517,40 +517,3 @@ def _nbytes(func: Any, name: str, bound: dict[str, Any], out: Any) -> int:
 def _sizes(tree: Any) -> int:
     """Return the bytes of tensors; an expanded tensor counts with its storage."""
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in _tensors(tree))
-
-
-# --- tensors that forward keeps
-
-
-def kept_bytes(
-    config: ModelConfig,
-    grid: Grid,
-    policy: Policy,
-    rows: int,
-    seq: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    documents: bool = False,
-) -> dict[str, int]:
-    """Return the bytes that a rank keeps from forward to backward of `rows` rows of its place, by kind of recompute.
-
-    With `documents` the rows are packed.
-    """
-    kinds = {
-        kind: replace(policy, recompute=kind, offload=policy.offload and kind == "block")
-        for kind in get_args(Recompute)
-    }
-    return {kind: _kept(config, grid, each, rows, seq, dtype, documents) for kind, each in kinds.items()}
-
-
-def _kept(
-    config: ModelConfig, grid: Grid, policy: Policy, rows: int, seq: int, dtype: torch.dtype, documents: bool
-) -> int:
-    model = Transformer(config, grid, policy)
-    model.assemble(dtype=dtype, device=torch.device("meta"))
-    tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")
-    with grid.ledger.not_counted(), StorageCounter() as alive:
-        loss = model(tokens, tokens, positions=tokens if documents else None)
-        kept = alive.nbytes
-    del loss
-    return kept - sum(cast.copy.nbytes for cast in model.gradients.casts.values())  # those stay beyond backward

@@ -38,9 +38,10 @@ from fourfold.nn.loss import count_targets
 from fourfold.nn.rng import StepRng
 from fourfold.parse import import_object
 from fourfold.pipeline import forward_backward, schedule_of
+from fourfold.planner.memory import kept_by_recompute
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.step_program import Flops, flops_per_token
-from fourfold.planner.trace import kept_bytes
+from fourfold.policy import Recompute
 from fourfold.schedule.action import Schedule
 from fourfold.train.config import TrainConfig
 from fourfold.train.run_folder import RunEvent
@@ -213,10 +214,17 @@ class ReferenceModel(LanguageModel):
         return cast(Transformer, self.module).companions() if counted else None
 
     @cached_property
-    def kept_bytes(self) -> dict[str, int]:
+    def _local(self) -> LocalSizes:
+        """The sizes of this rank's tensors."""
+        rows, seq = self._sizes
+        documents = (seq,) * rows if self._run.data.apart else None  # shorter ones would keep as much
+        dtype, rank = self._run.policy.parameters, self.grid.rank
+        return LocalSizes(self.config, self.grid.shape, self._policy, rows, seq, dtype, rank, documents=documents)
+
+    @cached_property
+    def kept_bytes(self) -> dict[Recompute, int]:
         """Bytes that one rank keeps for backward, by kind of recompute."""
-        dtype, documents = self._run.policy.parameters, self._run.data.apart
-        return kept_bytes(self.config, self.grid, self._policy, *self._sizes, dtype=dtype, documents=documents)
+        return kept_by_recompute(self._local)
 
     def facts(self) -> RunEvent:
         if self._lora is not None:
@@ -231,8 +239,7 @@ class ReferenceModel(LanguageModel):
         """Return how tokens are assigned to places and what K and V of a token are, if there is a choice."""
         if self.grid.shape.context == 1 and not self._run.data.apart:
             return {}
-        policy, dtype = self._policy, self._run.policy.parameters
-        sizes = LocalSizes(self.config, self.grid.shape, policy, *self._sizes, dtype, self.grid.rank)
+        policy, sizes = self._policy, self._local
         context = {
             "assignment": policy.assignment,
             "way": policy.context_way,
