@@ -42,7 +42,7 @@ from fourfold.environment import Environment, command_began, inside_a_job, is_wa
 from fourfold.errors import FailedElsewhereError, Failure, RollBackError
 from fourfold.grid import Grid
 from fourfold.job import Channel, agree_on_facts
-from fourfold.planner.machine import Machine, load_machine
+from fourfold.planner.machine import load_machine
 from fourfold.train import fork_server
 from fourfold.train.callbacks import Callbacks
 from fourfold.train.checkpoints import (
