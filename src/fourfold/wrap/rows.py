@@ -15,9 +15,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,7 +32,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from fourfold import comm
 from fourfold.axes import BATCH
 from fourfold.grid import Grid
-from fourfold.nn.rng import seeded_outside_torch
+from fourfold.nn.rng import key_of, seeded_outside_torch
 from fourfold.operators import Conjugate
 from fourfold.params import local_of
 from fourfold.wrap.grid_tensor import RULES, ModelContext, to_whole, version_of
@@ -193,6 +194,9 @@ def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tu
     if hidden := next((leaf for leaf in leaves_of((args, kwargs)) if not isinstance(leaf, PLAIN)), None):
         context.unchecked = f"an input of type {type(hidden).__name__} may hide tensors"
         return set()
+    listed = _lists_rows(context, args, kwargs)
+    if listed == "certainly":
+        return _leave_listed_rows(context)
     for dim in context.rows_dims:
         if not rows_along(dim, args, kwargs):
             continue
@@ -200,15 +204,16 @@ def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tu
             differs, scalars = RowComparison(context, model, run, args, kwargs, dim).verdict()
         except Exception as error:  # the user's code may be written for one number of rows
             context.unchecked = f"the model does not run on other numbers of rows ({type(error).__name__}: {error})"
+            if listed:
+                return _leave_listed_rows(context)
             continue
         if differs is None:
             return scalars
         dependent.append(differs)
     if not dependent:
         return set()
-    if any(sum(isinstance(leaf, Tensor) for leaf in leaves_of(value)) > 1 for value in args if type(value) is list):
-        context.unchecked = "a list of tensors may hold rows in an order of its own"
-        return set()
+    if listed:
+        return _leave_listed_rows(context)
     dim = context.rows_dims[0]
     raise RuntimeError(
         f"{type(model).__name__}: {dependent[0]} depends on the other rows of its batch, and a (data, z) "
@@ -216,6 +221,36 @@ def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tu
         "(before a similarity, a mean over the batch, ...), or compute it outside of the model; if rows do not lie "
         f"along dim {dim} of the inputs, say so: ff.parallelize(..., rows_dim={1 - dim})"
     )
+
+
+def lists_in(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield the lists among nested mappings and sequences."""
+    for value in values:
+        if type(value) is list:
+            yield value
+        if isinstance(value, (list, tuple, Mapping)):
+            yield from lists_in(value.values() if isinstance(value, Mapping) else value)
+
+
+def _lists_rows(context: ModelContext, args: tuple, kwargs: dict) -> str:
+    """Return whether a list of some place has an entry for each row: certainly if these are mappings, perhaps if they
+    are tensors."""
+    lists = list(lists_in((*args, *kwargs.values())))
+    found = {
+        "certainly": any(isinstance(entry, Mapping) for each in lists for entry in each),
+        "perhaps": any(sum(isinstance(entry, Tensor) for entry in each) > 1 for each in lists),
+    }
+    anywhere = {name: not comm.equal_along(here, context.grid, BATCH) or here for name, here in found.items()}
+    return next((name for name, there in anywhere.items() if there), "")
+
+
+def _leave_listed_rows(context: ModelContext) -> set[int]:
+    """Leave a model unchecked that gets a list with an entry for each row, such as images of several sizes.
+
+    It may call a loss for each row, and places may have unequal numbers of rows.
+    """
+    context.unchecked, context.local_losses = "a list has an entry for each row", True
+    return set()
 
 
 PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -249,6 +284,14 @@ class RowComparison:
         self.place = grid.shape.row_place(grid.rank) % self.places
         self._cut: list[Tensor] = []
         """The inputs that were cut to the sampled rows; all others are passed on as they are."""
+        own = [leaf for leaf in leaves_of(self.inputs) if isinstance(leaf, Tensor) and self._has_rows(leaf)]
+        self.fits = comm.equal_along(key_of(*(leaf.dim() for leaf in own)), grid, BATCH)
+        """Whether all places have equally many inputs with rows, of as many dims."""
+        sizes = torch.tensor([[size for leaf in own for size in leaf.shape]], device=grid.device)
+        self.least = gather_rows(sizes, grid).amin(0).tolist() if self.fits else []
+        """The sizes of these inputs, one after another, as far as all places have them: each may have padded its rows
+        to a length of its own."""
+        self._sizes = iter(self.least)
 
     def verdict(self) -> tuple[str | None, set[int]]:
         """Run the model on both samples and compare the outputs.
@@ -256,6 +299,10 @@ class RowComparison:
         Return the output with rows that depend on other rows, None if all rows are independent, and the scalar outputs
         that are not means over rows, as positions among the leaves of the result.
         """
+        if not self.fits:
+            self.context.unchecked = "places have different numbers of inputs, or of their dims"
+            return None, set()
+        self._sizes = iter(self.least)
         together = map_tensors(self._rows_of_all, self.inputs)
         own = map_tensors(self._rows_of_one, together)
         alone = self._outputs(own, joint=False)
@@ -279,10 +326,15 @@ class RowComparison:
         scalars = [(at, a, b) for at, a, b in _floats(alone, joint) if not a.dim() and not b.dim()]
         return dependent, {at for at, a, b in scalars if not self._is_mean(a, b, counts)}
 
+    def _has_rows(self, value: Tensor) -> bool:
+        return value.dim() > self.dim and value.shape[self.dim] == self.rows
+
     def _rows_of_all(self, value: Tensor) -> Tensor:
         """Return the sampled rows of all sampled places, if the tensor has rows."""
-        if value.dim() <= self.dim or value.shape[self.dim] != self.rows:
+        if not self._has_rows(value):
             return value
+        for dim, size in enumerate(itertools.islice(self._sizes, value.dim())):
+            value = value.narrow(dim, 0, size)
         first = value.detach().narrow(self.dim, 0, self.few).movedim(self.dim, 0)
         rows = self._of_sampled(first).movedim(0, self.dim).contiguous()
         self._cut.append(rows)
