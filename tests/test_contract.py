@@ -87,8 +87,8 @@ INSIDE = {
     "data": ["__init__", "tokenizer", "token_files", "sources", "sampling", "bags", "loader"],
     "wrap": [
         "plan", "own_tokens", "grid_tensor", "sequence_tensor", "placements", "ops", "ops_dims", "ops_sequence",
-        "detect", "adapters", "linear_adapters", "experts", "rows", "parameters", "integrations", "passes", "lora",
-        "images", "structure", "build", "__init__",
+        "detect", "adapters", "linear_adapters", "experts", "untouched", "draws", "rows", "parameters", "integrations",
+        "passes", "lora", "images", "structure", "build", "__init__",
     ],
     "checkpoint": [
         "__init__", "format", "training_state", "load", "save", "renumber", "hf_weights", "dcp",

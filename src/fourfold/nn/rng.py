@@ -228,10 +228,10 @@ def no_draws() -> Iterator[None]:
     on the device would not be what the step itself draws, which seeds torch's generator in every pass. Generators that
     the model has made for itself on the host are not seen.
     """
-    before = _states_outside_torch()
+    before = states_outside_torch()
     with NoDraws():
         yield
-    if _states_outside_torch() != before:
+    if states_outside_torch() != before:
         raise RuntimeError("the model draws random numbers with Python or numpy, which replays would not draw again")
 
 
@@ -244,19 +244,19 @@ class NoDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(func, args, kwargs):
             raise RuntimeError(f"the model draws random numbers ({func}), which replays would not draw again")
         return func(*args, **kwargs)
 
 
-def _draws_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
+def draws_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
     """Return whether an operation that may draw does not: attention without dropout, or dropout in evaluation."""
     given = {argument.name: argument.default_value for argument in func._schema.arguments}
     given |= {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     return any(given.get(name, 1) == 0 for name in ("dropout_p", "dropout", "train", "training"))
 
 
-def _states_outside_torch() -> tuple[object, ...]:
+def states_outside_torch() -> tuple[object, ...]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)

@@ -196,6 +196,8 @@ def draw_in_place(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     if not isinstance(a.placement, ShardedPlacement) or isinstance(a.placement, SharedHeadsPlacement):
         return NotImplemented
+    if a.placement.context.sample is not None:  # the check gives numbers to whole rows
+        return NotImplemented
     with seeded(seed_of_part(a), a.device):
         func(a.local, *args[1:], **kwargs)
     return a

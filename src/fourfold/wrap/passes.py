@@ -47,7 +47,7 @@ from fourfold.wrap.ops_sequence import cut_plain, embed, own_targets
 from fourfold.wrap.own_tokens import OwnTokens
 from fourfold.wrap.parameters import require_unchanged_parameters
 from fourfold.wrap.placements import LogitsPlacement, to_rest
-from fourfold.wrap.rows import RowSample, check_rows, gather_rows, leaves_of, map_tensors, whole_batch
+from fourfold.wrap.rows import RowSample, Scalars, check_rows, gather_rows, leaves_of, map_tensors, whole_batch
 from fourfold.wrap.sequence_tensor import SequenceTensor, group_sum, refusal, sequence_tensors_in
 
 # losses inside a model
@@ -296,7 +296,7 @@ class RootAdapter(Adapter):
         self._require_same_rows(args, kwargs)
         self._warn_of_same_rows(module, args, kwargs)
         first = self._is_first_call(module, args, kwargs)
-        suspicious = self._check_rows(module, forward, args, kwargs) if first else set()
+        scalars = self._check_rows(module, forward, args, kwargs) if first else Scalars()
         if module.training:
             context.clock.advance()
         context.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation", guarded=first)
@@ -315,8 +315,8 @@ class RootAdapter(Adapter):
             result = self._pass(forward, args, kwargs)
         if before:
             self._require_same_buffers(module, before)
-        if suspicious:
-            _refuse_losses(module, result, suspicious)
+        if first:
+            _refuse_losses(module, result, scalars.strange)
         return result
 
     def _pass(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -402,7 +402,7 @@ class RootAdapter(Adapter):
         trains = torch.is_grad_enabled() and grid.shape.row_places > 1 and not grid.muted
         return trains and self._first_time(kind)
 
-    def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
+    def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Scalars:
         """Check whether rows depend on each other (rows.py)."""
         context = self.context
 
@@ -463,10 +463,10 @@ class RootAdapter(Adapter):
         return "rows of the place in, whole tensors for them out", "losses over z and data"
 
 
-def _refuse_losses(module: nn.Module, result: Any, suspicious: set[int]) -> None:
+def _refuse_losses(module: nn.Module, result: Any, strange: frozenset[int]) -> None:
     """Refuse a trained scalar that is not a mean over rows: its value needs the whole batch."""
     leaves = leaves_of(result)
-    trained = [at for at in suspicious if isinstance(leaves[at], Tensor) and leaves[at].requires_grad]
+    trained = [at for at in strange if isinstance(leaves[at], Tensor) and leaves[at].requires_grad]
     if trained:
         raise RuntimeError(
             f"{type(module).__name__}: its scalar output {trained[0]} is not a mean over rows, and the places' own "

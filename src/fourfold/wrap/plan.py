@@ -135,7 +135,7 @@ RECIPES: dict[str, dict[str, ParallelStyle]] = {
 """Styles that structure does not show, by the `model_type` of a model's config. Modules that no recipe names, and
 families that are not here, are found by structure (structure.py)."""
 CONTRASTED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("clip", "chinese_clip", "metaclip_2"), ("visual_projection", "text_projection")),
+    **dict.fromkeys(("clip", "chinese_clip", "metaclip_2", "groupvit"), ("visual_projection", "text_projection")),
     **dict.fromkeys(("siglip", "siglip2"), ("vision_model.head", "text_model.head")),
 }
 """For each family, the modules with rows that are compared with each other under return_loss=True."""

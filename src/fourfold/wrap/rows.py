@@ -5,9 +5,10 @@ the other rows of the batch and the loss is a mean (or a sum) over rows. It is w
 statistic over the batch. `whole_batch` gathers the rows of all places, so that such code sees the batch that one
 process would see.
 
-The check runs in the first training pass. The model computes one or two rows of a few places twice: each place its own
-rows, then all of these rows on every place. An output that differs depends on other rows. Nothing else may differ, so
-the check turns dropout off and restores whatever state the model's code changed.
+The check runs in the first training pass. The model computes one or two rows of a few places twice: all of these rows
+on every place, then each place its own. An output that differs depends on other rows. Nothing else may differ, so the
+check turns dropout off, gives the same rows the same random numbers (`draws.py`), and puts back whatever the model's
+code changed (`untouched.py`).
 """
 
 from __future__ import annotations
@@ -17,26 +18,25 @@ import dataclasses
 import inspect
 import itertools
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from fourfold import comm
-from fourfold.axes import BATCH
+from fourfold.axes import BATCH, CUTS
 from fourfold.grid import Grid
-from fourfold.nn.rng import key_of, seeded_outside_torch
+from fourfold.nn.rng import key_of, seeded_outside_torch, states_outside_torch
 from fourfold.operators import Conjugate
-from fourfold.params import local_of
-from fourfold.wrap.grid_tensor import RULES, ModelContext, to_whole, version_of
+from fourfold.wrap.draws import SameDraws
+from fourfold.wrap.grid_tensor import RULES, ModelContext, to_whole
 from fourfold.wrap.ops import ATTENTION_ARGUMENTS
+from fourfold.wrap.untouched import Untouched, untouched
 
 LABEL = "whole batch"
 """The label of these messages in the ledger."""
@@ -120,80 +120,29 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def state_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of all modules at the end, such as a counter that forward advances."""
-    known = {id(value) for value in (*model.modules(), *model.parameters())}
-    restores: list[Callable[[], None]] = []
-    for module in model.modules():
-        _collect_restores(vars(module), known, restores)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for restore in restores:
-                restore()
-
-
-def _collect_restores(value: Any, known: set[int], restores: list[Callable[[], None]]) -> None:
-    """Append functions that restore a value: a tensor, a container, or an object of the user's class."""
-    if id(value) in known:
-        return
-    known.add(id(value))
-    if isinstance(value, DTensor):
-        restores.append(_restore_tensor(local_of(value)))  # layers write to the shard
-    elif type(value) is Tensor:
-        restores.append(_restore_tensor(value))
-    elif isinstance(value, (dict, list, set, deque)):
-        restores.append(_restore_container(value))
-        for entry in list(value.values() if isinstance(value, dict) else value):
-            _collect_restores(entry, known, restores)
-    elif hasattr(value, "__dict__") and not isinstance(value, Tensor) and not callable(value) and _is_users(value):
-        _collect_restores(vars(value), known, restores)
-
-
-LIBRARIES = ("builtins", "torch", "fourfold", "transformers", "peft")
-"""Packages with objects that forward does not change in a way that a second forward would notice."""
-
-
-def _is_users(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] not in LIBRARIES
-
-
-def _restore_tensor(tensor: Tensor) -> Callable[[], None]:
-    version, before = version_of(tensor), tensor.detach().clone()
-
-    def copy_back() -> None:
-        if version_of(tensor) != version:  # a graph may hold a tensor that did not change
-            tensor.copy_(before)
-
-    return copy_back
-
-
-def _restore_container(container: Any) -> Callable[[], None]:
-    before = container.copy()
-
-    def refill() -> None:
-        container.clear()  # the object itself stays, because others may hold it
-        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
-
-    return refill
-
-
 RunSample = Callable[[RowSample, tuple, dict], Any]
 """Runs the model on a sample, as a pass of its own, and returns its result with whole tensors."""
 
 
-def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tuple, kwargs: dict) -> set[int]:
-    """Refuse a model with rows that depend on other rows; return which of its scalar outputs are not means over rows.
+@dataclass(frozen=True)
+class Scalars:
+    """The scalar outputs of a model that are not means over rows, as positions among the leaves of its result.
 
-    The scalars are returned as positions among the leaves of the model's result. Whether one of them is a loss that
-    will be trained is known only when gradients are on.
+    Whether one of them is a loss that will be trained is known only when gradients are on.
     """
+
+    strange: frozenset[int] = frozenset()
+    """Those that the places' own values do not determine."""
+    sums: frozenset[int] = frozenset()
+    """Sums over rows."""
+
+
+def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tuple, kwargs: dict) -> Scalars:
+    """Refuse a model with rows that depend on other rows; return the scalar outputs that are not means over rows."""
     dependent: list[str] = []
     if hidden := next((leaf for leaf in leaves_of((args, kwargs)) if not isinstance(leaf, PLAIN)), None):
         context.unchecked = f"an input of type {type(hidden).__name__} may hide tensors"
-        return set()
+        return Scalars()
     listed = _lists_rows(context, args, kwargs)
     if listed == "certainly":
         return _leave_listed_rows(context)
@@ -211,7 +160,7 @@ def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tu
             return scalars
         dependent.append(differs)
     if not dependent:
-        return set()
+        return Scalars()
     if listed:
         return _leave_listed_rows(context)
     dim = context.rows_dims[0]
@@ -244,13 +193,13 @@ def _lists_rows(context: ModelContext, args: tuple, kwargs: dict) -> str:
     return next((name for name, there in anywhere.items() if there), "")
 
 
-def _leave_listed_rows(context: ModelContext) -> set[int]:
+def _leave_listed_rows(context: ModelContext) -> Scalars:
     """Leave a model unchecked that gets a list with an entry for each row, such as images of several sizes.
 
     It may call a loss for each row, and places may have unequal numbers of rows.
     """
     context.unchecked, context.local_losses = "a list has an entry for each row", True
-    return set()
+    return Scalars()
 
 
 PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -266,7 +215,7 @@ def rows_along(dim: int, args: Any, kwargs: Any) -> int:
 
 
 class RowComparison:
-    """Compares the model on a few rows of a few places: each place by itself, then all these rows on every place."""
+    """Compares the model on a few rows of a few places: all these rows on every place, then each place by itself."""
 
     def __init__(
         self, context: ModelContext, model: nn.Module, run: RunSample, args: tuple, kwargs: dict, dim: int
@@ -293,38 +242,46 @@ class RowComparison:
         to a length of its own."""
         self._sizes = iter(self.least)
 
-    def verdict(self) -> tuple[str | None, set[int]]:
+    def verdict(self) -> tuple[str | None, Scalars]:
         """Run the model on both samples and compare the outputs.
 
         Return the output with rows that depend on other rows, None if all rows are independent, and the scalar outputs
-        that are not means over rows, as positions among the leaves of the result.
+        that are not means over rows.
         """
         if not self.fits:
             self.context.unchecked = "places have different numbers of inputs, or of their dims"
-            return None, set()
+            return None, Scalars()
         self._sizes = iter(self.least)
         together = map_tensors(self._rows_of_all, self.inputs)
         own = map_tensors(self._rows_of_one, together)
-        alone = self._outputs(own, joint=False)
+        draws = SameDraws(self.places, self.place, self.few)
+        joint, drawn = self._outputs(together, lambda _: draws.recording(), joint=True)
         calls = self.context.loss_calls
-        joint = self._outputs(together, joint=True)
+        alone, also_drawn = self._outputs(own, lambda _: draws.replaying())
         # a loop over rows calls one loss per row; then losses are each place's own, and everything is compared again
-        equal_calls = comm.equal_along(calls, self.context.grid, BATCH) and calls == self.context.loss_calls
+        equal_calls = comm.equal_along(calls, self.context.grid, CUTS) and not self._anywhere(
+            calls != self.context.loss_calls
+        )
         if not self.context.local_losses and not equal_calls:
             self.context.local_losses = True
             return self.verdict()
         if len(alone) != len(joint):
-            return "the structure of its result", set()
+            return "the structure of its result", Scalars()
         dependent = self._first_that_differs(alone, joint)
-        if dependent is not None:
-            # run the same rows once more with other random numbers: a model that draws its own differs here too
-            again = self._outputs(own, joint=False, seed=1)
-            if self._first_that_differs(alone, again) is not None:
-                self.context.unchecked = "the model draws random numbers"
-                return None, set()
-        counts = _count_targets(own)
-        scalars = [(at, a, b) for at, a, b in _floats(alone, joint) if not a.dim() and not b.dim()]
-        return dependent, {at for at, a, b in scalars if not self._is_mean(a, b, counts)}
+        scalars = self._scalars(alone, joint, _count_targets(own)) if dependent is None else Scalars()
+        by_chance = self._anywhere(draws.by_chance or drawn != also_drawn)
+        if by_chance and self._anywhere(dependent is not None or bool(scalars.strange)):
+            # the same rows once more with other numbers: what depends on chance differs here too
+            again, _ = self._outputs(own, draws.others, seed=1)
+            scalars_too = any(not _equal(a, b) for _, a, b in _floats(alone, again) if not a.dim() and not b.dim())
+            if self._anywhere(scalars_too) or self._first_that_differs(alone, again) is not None:
+                self.context.unchecked = "the model draws random numbers, and not the same ones for the same rows"
+                return None, Scalars()
+        return dependent, scalars
+
+    def _anywhere(self, found: bool) -> bool:
+        """Return whether something was found on any place; every rank gets the same answer."""
+        return not comm.equal_along(found, self.context.grid, CUTS) or found
 
     def _has_rows(self, value: Tensor) -> bool:
         return value.dim() > self.dim and value.shape[self.dim] == self.rows
@@ -351,13 +308,23 @@ class RowComparison:
             return value
         return value.narrow(self.dim, self.place * self.few, self.few).contiguous()
 
-    def _outputs(self, inputs: Any, *, joint: bool, seed: int = 0) -> list[Any]:
-        """Run the model on a sample, without traces in its state, in the ledger or in random generators."""
+    def _outputs(
+        self,
+        inputs: Any,
+        draws: Callable[[Untouched], AbstractContextManager[None]],
+        *,
+        joint: bool = False,
+        seed: int = 0,
+    ) -> tuple[list[Any], object]:
+        """Run the model on a sample, without traces in its state, in the ledger or in random generators.
+
+        Return the leaves of its result, and how much it has drawn from generators other than torch's.
+        """
         grid = self.context.grid
         devices = [grid.device] if grid.device.type == "cuda" else []
-        # each of these keeps one kind of trace out: attributes and buffers, gradients, ledger, random numbers, warnings
+        # each of these keeps one kind of trace out: state, gradients, ledger, random numbers, warnings
         with (
-            state_restored(self.model),
+            untouched(self.model) as state,
             torch.no_grad(),
             grid.ledger.not_counted(),
             torch.random.fork_rng(devices),
@@ -367,18 +334,19 @@ class RowComparison:
         ):
             warnings.simplefilter("ignore")  # these rows are not the user's batch: a statistic over one row may warn
             torch.manual_seed(seed)
-            return leaves_of(self.run(RowSample(self.places, joint), *inputs))
+            with draws(state):
+                outputs = leaves_of(self.run(RowSample(self.places, joint), *inputs))
+            return outputs, (states_outside_torch(), state.drawn())
 
     def _first_that_differs(self, alone: list[Any], other: list[Any]) -> str | None:
         """Describe the first output with rows that differ on any place; None if there is no such output.
 
-        All ranks of a place return the same.
+        Where one rank finds an output, all do.
         """
         differs = [at for at, a, b in _floats(alone, other) if a.dim() and not self._alike(a, b)]
         here = f"output {differs[0]} of shape {tuple(alone[differs[0]].shape)}" if differs else None
-        if comm.equal_along(here is not None, self.context.grid, BATCH):
-            return here
-        return here or "an output of another place"
+        anywhere = self._anywhere(here is not None)
+        return here or ("an output of another place" if anywhere else None)
 
     def _alike(self, alone: Tensor, other: Tensor) -> bool:
         """Return whether this place's rows are the same in both; an output without rows is not compared."""
@@ -392,18 +360,25 @@ class RowComparison:
             other = other.narrow(along[0], self.place * length, length)
         elif other.shape[:1] != (self.few,):
             return True
-        finite = alone.isfinite()  # a mask of minus infinity is the same in both, but inf - inf is NaN
-        if not torch.equal(finite, other.isfinite()):
-            return False
-        a, b = alone[finite], other[finite]
-        return not a.numel() or bool((a - b).abs().amax() <= _tolerance(b) * b.abs().amax())
+        return _equal(alone, other)
 
-    def _is_mean(self, alone: Tensor, joint: Tensor, counts: list[Tensor]) -> bool:
-        """Return whether a scalar of all rows is the mean or sum of the places' own, plain or weighted by counts."""
-        each, wanted = self._of_sampled(alone.double().view(1)), joint.double()
-        within = _tolerance(joint) * torch.cat([each, wanted.view(1)]).abs().amax()
-        if any((candidate - wanted).abs() <= within for candidate in (each.mean(), each.sum())):
-            return True
+    def _scalars(self, alone: list[Any], joint: list[Any], counts: list[Tensor]) -> Scalars:
+        strange, sums = set(), set()
+        for at, a, b in _floats(alone, joint):
+            if a.dim() or b.dim():
+                continue
+            each, wanted = self._of_sampled(a.double().view(1)), b.double()
+            within = _tolerance(b) * torch.cat([each, wanted.view(1)]).abs().amax()
+            if (each.mean() - wanted).abs() <= within:
+                continue
+            if (each.sum() - wanted).abs() <= within:
+                sums.add(at)
+            elif not self._is_weighted_mean(each, wanted, within, counts):
+                strange.add(at)
+        return Scalars(frozenset(strange), frozenset(sums))
+
+    def _is_weighted_mean(self, each: Tensor, wanted: Tensor, within: Tensor, counts: list[Tensor]) -> bool:
+        """Return whether a scalar of all rows is the mean of the places' own, weighted by a count of targets."""
         for count in counts:
             weights = self._of_sampled(count.double().view(1))
             weighted = (each.nan_to_num() * weights).sum() / weights.sum().clamp(min=1)
@@ -465,6 +440,15 @@ def _floats(alone: list[Any], other: list[Any]) -> list[tuple[int, Tensor, Tenso
     """Return the outputs that are floating-point tensors in both lists, with their positions."""
     pairs = enumerate(zip(alone, other, strict=True))
     return [(at, a, b) for at, (a, b) in pairs if all(isinstance(t, Tensor) and t.is_floating_point() for t in (a, b))]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one shape are equal but for rounding."""
+    finite = a.isfinite()  # a mask of minus infinity is the same in both, but inf - inf is NaN
+    if not torch.equal(finite, b.isfinite()):
+        return False
+    a, b = a[finite], b[finite]
+    return not a.numel() or bool((a - b).abs().amax() <= _tolerance(b) * b.abs().amax())
 
 
 def _tolerance(tensor: Tensor) -> float:
