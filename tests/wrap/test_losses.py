@@ -6,6 +6,7 @@ transformers, or a reference model. All places have equally many targets, so the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -181,3 +182,54 @@ def test_losses_have_the_gradient_of_one_process(ranks, kind: str, shape: Shape)
     for found in ranks(shape.world).run(errors, kind, shape, timeout=120):
         wrong = {name: error for name, error in found.items() if not error < 1e-12}
         assert not wrong, wrong
+
+
+# sums over rows
+
+
+def ctc(logits: Tensor, targets: Tensor) -> Tensor:
+    rows, length = logits.shape[:2]
+    lengths = torch.full((rows,), length), torch.full((rows,), 2)
+    return functional.ctc_loss(logits.log_softmax(-1).transpose(0, 1), targets[:, :2] + 1, *lengths, reduction="sum")
+
+
+def sum_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(*flat(logits, targets), reduction="sum")
+
+
+def sum_by_hand(logits: Tensor, targets: Tensor) -> Tensor:
+    return (logits - targets[..., None] / VOCAB).square().sum()
+
+
+SUMS = {way.__name__: way for way in (ctc, sum_of_rows, sum_by_hand)}
+
+
+def sums(shape: Shape) -> dict[str, Any]:
+    """What is said of a loss that is a sum, and the error of its gradient after the way out; what is said of others."""
+    grid, found = grid_of(shape), {}
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(1, VOCAB - 1, (2, 12, 5), generator=generator)
+    for name, way in {**SUMS, **WAYS}.items():
+        one, model = build("own", None), build("own", grid)
+        one.inside = model.inside = lambda m, h, logits, targets, way=way: way(logits, targets)  # noqa: ARG005
+        one(tokens, targets).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):  # the second pass says nothing
+                loss = model(ff.local_rows(tokens, grid), ff.local_rows(targets, grid))
+        (loss * (grid.shape.places if name in SUMS else 1)).backward()
+        gradients = whole_tensors(model, "gradient")
+        scale = max(p.grad.abs().max() for p in one.parameters())
+        error = max(((gradients[own] - p.grad).abs().max() / scale).item() for own, p in one.named_parameters())
+        said = [str(warning.message) for warning in caught]
+        found[name] = error, [text for text in said if "is a sum over the rows" in text]
+    return found
+
+
+@pytest.mark.parametrize("shape", share([Shape(z=2), Shape(x=2, data=2)], 2), ids=str)
+def test_a_loss_that_is_a_sum_over_rows_is_named(ranks, shape: Shape) -> None:
+    for rank, found in enumerate(ranks(shape.world).run(sums, shape)):
+        for name, (error, said) in found.items():
+            assert error < 1e-12, name
+            assert len(said) == (name in SUMS and rank == 0), (name, said)
+            assert all("or multiply it by 2;" in text for text in said), said

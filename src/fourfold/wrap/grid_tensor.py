@@ -76,6 +76,8 @@ class ModelContext:
         """Whether a loss of this pass read logits that are cut over the vocabulary."""
         self.loss_calls = 0
         """How many of torch's loss functions the pass has called."""
+        self.place_sums: list[weakref.ref[Tensor]] = []
+        """The losses of the pass that torch's functions returned as sums over the rows of this place."""
         self.local_losses = False
         """Whether torch's losses inside the model are each place's own. A model that calls one loss per row makes
         different numbers of calls on different places, so the calls cannot be reduced together."""
@@ -115,6 +117,7 @@ class ModelContext:
         self.end_pass()
         self.in_pass, self.last_layer, self.grad_enabled = True, "", torch.is_grad_enabled()
         self.loss_read_logits, self.loss_calls = False, 0
+        self.place_sums.clear()
         self.made_whole.clear()
 
     def end_pass(self) -> None:

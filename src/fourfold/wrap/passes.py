@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -150,9 +151,9 @@ def global_loss(context: ModelContext, func: Callable, args: tuple, kwargs: dict
         input, targets = named["input"], to_whole(named["target"]).long()
         vocabulary = placement.head.vocabulary(named["ignore_index"], of_place=of_place)
         loss = cross_entropy([input.local.flatten(0, -2)], [targets], vocabulary, count=count)[0]
-        return loss if of_place else _average_gradient(context, loss)
+        return _noted_sum(context, loss) if of_place else _average_gradient(context, loss)
     if of_place:
-        return func(*args, **kwargs)
+        return _noted_sum(context, func(*args, **kwargs))
     if by_id and not context.is_cut:
         input = named["input"]
         ids = range(input.shape[1])
@@ -166,6 +167,12 @@ def global_loss(context: ModelContext, func: Callable, args: tuple, kwargs: dict
         # a batch without targets has loss 0; torch.where, because a condition in Python would read the device
         total = total / torch.where(all_places == 0, 1, all_places).to(total.dtype)
     return _average_gradient(context, sum_of_places(total, context.grid, "loss"))
+
+
+def _noted_sum(context: ModelContext, loss: Tensor) -> Tensor:
+    """Note a sum over the rows of this place, for `RootAdapter._warn_of_sums`."""
+    context.place_sums.append(weakref.ref(loss))
+    return loss
 
 
 def loss_of_group(context: ModelContext, func: Callable, args: tuple, kwargs: dict) -> Tensor:
@@ -317,6 +324,7 @@ class RootAdapter(Adapter):
             self._require_same_buffers(module, before)
         if first:
             _refuse_losses(module, result, scalars.strange)
+            self._warn_of_sums(result, scalars.sums)
         return result
 
     def _pass(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -437,6 +445,25 @@ class RootAdapter(Adapter):
             warnings.warn(
                 f"all {grid.shape.places} (data, z) places of the grid {grid} were given the same rows "
                 "and compute the same; give each place its own with ff.local_rows(batch, grid)",
+                stacklevel=2,
+            )
+
+    def _warn_of_sums(self, result: Any, sums: frozenset[int]) -> None:
+        """Warn, once, of a loss that is a sum over rows: one process sums the rows of all places."""
+        context = self.context
+        own = {id(loss()) for loss in context.place_sums}
+        trained = [
+            at
+            for at, leaf in enumerate(leaves_of(result))
+            if isinstance(leaf, Tensor) and leaf.requires_grad and (at in sums or id(leaf) in own)
+        ]
+        if trained and self._first_time("sums over rows") and context.grid.rank == 0:
+            places = context.grid.shape.places
+            warnings.warn(
+                f"the model's output {trained[0]} is a sum over the rows of each place, and gradients are averaged "
+                f"over the {places} places: as a loss it has 1/{places} of the gradient of one process; return a mean "
+                f"(in transformers ctc_loss_reduction='mean'), or multiply it by {places}; a loop that divides it by "
+                "its own number of targets is right as it is",
                 stacklevel=2,
             )
 
