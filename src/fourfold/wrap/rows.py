@@ -132,7 +132,7 @@ class Scalars:
     """
 
     strange: frozenset[int] = frozenset()
-    """Those that the places' own values do not determine."""
+    """Scalars that the values of the places do not determine."""
     sums: frozenset[int] = frozenset()
     """Sums over rows."""
 
