@@ -189,6 +189,16 @@ def is_damaged(error: BaseException) -> bool:
     return isinstance(error, DamagedCheckpointError)
 
 
+LONGEST_SHOWN = 200
+"""Characters of a text from elsewhere, such as a key or a value, that an error shows. A name that people write is
+shorter, and a file may hold one of any size."""
+
+
+def shortened(text: str) -> str:
+    """Return a text from elsewhere as an error shows it: whole, or its beginning and its length."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
+
+
 MOST_NAMES_SHOWN = 3
 """How many missing or unknown names an error shows."""
 

@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 import torch
 
+from fourfold import cli
 from fourfold.data import sources
 from fourfold.data.sources import open_source, prepare, text_files
 from fourfold.data.token_files import HEADER_BYTES, MegatronPair, NanoGPTFile, TokenFile, TokenSource, TokenWriter
@@ -190,6 +191,91 @@ def test_damaged_token_files_are_refused(tmp_path: Path, kind: str, message: str
         open_source(path, tokenizer=None, cache=tmp_path)
 
 
+def write_documents(path: Path, *documents: list[int]) -> Path:
+    with TokenWriter(path, vocab=257, eod=256, tokenizer={}) as writer:
+        for ids in documents:
+            writer.append(torch.tensor(ids))
+            writer.end_document()
+    return path
+
+
+def with_header(whole: bytes, **changes: Any) -> bytes:
+    """Return the bytes of a token file with other values in its header; None takes a key out."""
+    header = json.loads(whole[16:HEADER_BYTES].rstrip()) | changes
+    text = json.dumps({key: value for key, value in header.items() if value is not None}).encode()
+    return whole[:12] + struct.pack("<I", len(text)) + text.ljust(HEADER_BYTES - 16) + whole[HEADER_BYTES:]
+
+
+def test_wrong_document_starts_and_headers_are_refused(tmp_path: Path) -> None:
+    """A file of this version by its digest, and one of an earlier version if the numbers make no sense."""
+    path = write_documents(tmp_path / "a.tokens", [1, 2, 3], [4], [5, 6])
+    whole = path.read_bytes()
+    starts = struct.pack("<3q", 0, 4, 6)
+    assert whole.endswith(starts)
+    wrong = {"negative": (0, -4, 6), "beyond": (0, 4, 9), "swapped": (4, 0, 6), "twice": (0, 4, 4), "late": (1, 4, 6)}
+    for kind, numbers in wrong.items():
+        broken = whole.removesuffix(starts) + struct.pack("<3q", *numbers)
+        for content in (broken, with_header(broken, head_sha256=None)):
+            path.write_bytes(content)
+            with pytest.raises(ValueError, match=r"a\.tokens is damaged: .* documents do not begin one after another"):
+                open_source(path, tokenizer=None, cache=tmp_path)
+            assert kind
+    flips = {
+        "a start": whole.removesuffix(starts) + struct.pack("<3q", 0, 5, 6),
+        "vocab": with_header(whole, vocab=259),
+        "eod": with_header(whole, eod=2),
+        "sha256": with_header(whole, sha256="0" * 64),
+    }
+    for kind, content in flips.items():
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a\.tokens is damaged: its header or its document starts"):
+            open_source(path, tokenizer=None, cache=tmp_path)
+        assert kind
+    for changes in ({"vocab": 0}, {"eod": 257}, {"eod": -1}, {"vocab": 1 << 17}, {"documents": 9}, {"tokens": True}):
+        path.write_bytes(with_header(whole, head_sha256=None, **changes))
+        with pytest.raises(ValueError, match=r"a\.tokens (has a damaged header|is not complete)"):
+            open_source(path, tokenizer=None, cache=tmp_path)
+    flipped = 0
+    for place in (*range(16 + struct.unpack_from("<I", whole, 12)[0]), *range(len(whole) - len(starts), len(whole))):
+        content = bytearray(whole)
+        content[place] ^= 1 << place % 8
+        path.write_bytes(content)
+        try:
+            found = TokenFile(path)
+        except ValueError:
+            flipped += 1
+        else:  # in the name of a digest
+            assert (found.vocab, found.eod, documents(found)) == (257, 256, [[1, 2, 3, 256], [4, 256], [5, 6, 256]])
+    assert flipped > 250
+    path.write_bytes(with_header(whole, head_sha256=None))  # as earlier versions wrote it
+    assert documents(TokenFile(path)) == [[1, 2, 3, 256], [4, 256], [5, 6, 256]]
+
+
+def test_verify_reads_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sound, changed, outside, old = (tmp_path / f"{name}.tokens" for name in ("sound", "changed", "outside", "old"))
+    whole = write_documents(sound, [1, 2, 3], [4]).read_bytes()
+    changed.write_bytes(whole[:HEADER_BYTES] + b"\x07" + whole[HEADER_BYTES + 1 :])
+    outside.write_bytes(whole[:HEADER_BYTES] + b"\x07\x07" + whole[HEADER_BYTES + 2 :])
+    old.write_bytes(with_header(whole, head_sha256=None, sha256=None))
+    (tmp_path / "nano.bin").write_bytes(struct.pack("<4H", 1, 2, 3, 4))
+    (tmp_path / "a.txt").write_text("words")
+    assert cli.main(["data", "verify", str(sound), str(old), str(tmp_path / "nano.bin")]) == 0
+    right, without, other = capsys.readouterr().out.splitlines()
+    assert right == f"{sound}: 6 tokens of 2 documents; the checksum is right"
+    assert without.endswith("2 documents; it has no checksum") and "the format has no checksum" in other
+    TokenFile(changed)  # opens, since only the head is compared
+    assert cli.main(["data", "verify", *map(str, (changed, outside, tmp_path / "a.txt", tmp_path / "no", sound))]) == 1
+    said = capsys.readouterr()
+    assert "the checksum is right" in said.out
+    for sentence in (
+        "changed.tokens is damaged: its content has the SHA-256",
+        "outside.tokens is damaged: from token 0 to 6 an id is not below vocab=257",
+        "a.txt is text, which has no checksum",
+        "there is no 'no' in",
+    ):
+        assert sentence in said.err
+
+
 # files of others
 
 
@@ -267,6 +353,46 @@ def test_nanogpt_file(tmp_path: Path) -> None:
             ValueError, match=rf"train.bin has {len(raw)} bytes; .* nanoGPT's format, 2 bytes per token"
         ):
             open_source(path, tokenizer=None, cache=tmp_path)
+
+
+def test_shards_of_llm_c(tmp_path: Path) -> None:
+    """The shards of llm.c and modded-nanogpt have a header; files with a header of another kind are refused."""
+    path, ids = tmp_path / "shard.bin", [50256, 464, 2068, 50256, 7]
+
+    def write(magic: int, version: int, tokens: int, letter: str, *, extra: bytes = b"") -> None:
+        head = struct.pack("<256i", magic, version, tokens, *[0] * 253)
+        path.write_bytes(head + struct.pack(f"<5{letter}", *ids) + extra)
+
+    for magic, version, letter in ((20240520, 1, "H"), (20240801, 7, "I")):
+        write(magic, version, 5, letter)
+        source = open_source(path, tokenizer=None, eod=50256, cache=tmp_path)
+        assert source.tokens == 5 and source.read(0, 5).tolist() == ids
+        assert documents(source) == [[50256], [464, 2068, 50256], [7]]
+        assert len(source.fingerprint) == 1
+        for wrong in (dict(tokens=4), dict(tokens=6), dict(tokens=0), dict(tokens=-5), dict(extra=b"12")):
+            write(magic, version, **{"tokens": 5, "letter": letter, **wrong})
+            with pytest.raises(ValueError, match=r"shard.bin is not complete: its header says .*copy it again"):
+                open_source(path, tokenizer=None, cache=tmp_path)
+        write(magic, version + 1, 5, letter)
+        with pytest.raises(ValueError, match=rf"magic {magic} in version {version + 1}, as files of llm.c do"):
+            open_source(path, tokenizer=None, cache=tmp_path)
+    for magic in (20240522, 20240326, 20251231):  # an evaluation, a model, and one that nobody knows yet
+        write(magic, 1, 5, "H")
+        with pytest.raises(ValueError, match=rf"magic {magic} in version 1.* have 20240520 in version 1, 20240801 in"):
+            open_source(path, tokenizer=None, cache=tmp_path)
+    for start, what in (
+        (b"PK\x03\x04", "a zip archive, as torch.save"),
+        (b"\x93NUMPY", "an array of numpy"),
+        (b"\x1f\x8b\x08", "packed with gzip"),
+        (b"4FTOKENS", "a token file of Fourfold"),
+        (b"MMIDIDX\0\0", "the index of a Megatron pair"),
+    ):
+        path.write_bytes(start + bytes(100 - len(start)))
+        with pytest.raises(ValueError, match=f"shard.bin has no tokens: it is {what}"):
+            open_source(path, tokenizer=None, cache=tmp_path)
+    # tokens of nanoGPT that begin as a magic would, and go on with words
+    path.write_bytes(struct.pack("<2H", 20240522 & 0xFFFF, 20240522 >> 16) + struct.pack("<1000H", *range(1, 1001)))
+    assert open_source(path, tokenizer=None, cache=tmp_path).tokens == 1002
 
 
 # text

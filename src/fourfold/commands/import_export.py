@@ -1,4 +1,4 @@
-"""`fourfold data prepare | import | export`: convert text to token files, and Hugging Face folders to runs and back.
+"""`fourfold data prepare | verify`, `import`, `export`: text to token files, Hugging Face folders to runs and back.
 
 An import decides what a run has besides its weights: the config that it trains with, and its tokenizer. Import and
 export write a new folder, which appears complete or not at all.
@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from fourfold.checkpoint.hf_weights import (
 )
 from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, find_checkpoint
 from fourfold.data import sources
+from fourfold.data.token_files import TokenFile
 from fourfold.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from fourfold.models.hugging_face import ARCHITECTURES, config_keys, model_type_of, read_config_json, read_keys
 from fourfold.parse import parse_json
@@ -62,6 +64,30 @@ def prepare_data(options: argparse.Namespace, _: Sequence[str]) -> int:
     written = sources.prepare(options.inputs, options.out, tokenizer, column=options.column, progress=percent_of())
     print(f"{written.path}: {written.tokens} tokens of {written.documents} documents, vocabulary {written.vocab}")
     return 0
+
+
+def verify_data(options: argparse.Namespace, _: Sequence[str]) -> int:
+    """Verify files of tokens; name the damaged ones, and return 1 if there is any."""
+    damaged = 0
+    for path in options.inputs:
+        try:
+            print(f"{path}: {_verify_source(path)}")
+        except (OSError, ValueError) as error:  # continue, so that one call names all damaged files
+            print(f"fourfold: {error}", file=sys.stderr)
+            damaged += 1
+    return 1 if damaged else 0
+
+
+def _verify_source(path: str) -> str:
+    """Verify a file of tokens and return a summary of it."""
+    if sources.is_text(path):
+        raise ValueError(f"{path} is text, which has no checksum; give files of tokens")
+    source = sources.open_source(path, tokenizer=None, cache=Path())  # files of tokens need no cache
+    found = f"{source.tokens} tokens"
+    if not isinstance(source, TokenFile):
+        return f"{found}; its size is right, and the format has no checksum"
+    known = source.verify(percent_of(source.name))
+    return f"{found} of {source.documents} documents; {'the checksum is right' if known else 'it has no checksum'}"
 
 
 @dataclass(frozen=True, slots=True)

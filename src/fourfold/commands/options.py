@@ -463,8 +463,8 @@ def train_options(command: argparse.ArgumentParser) -> None:
     model = "a published size, such as gpt-125m, or package.module:function, which returns a module; default: gpt-tiny"
     option(what, "--model", model, metavar="NAME")
     data = (
-        "a text, .jsonl or .parquet file, a folder of them, a .tokens file, or a Megatron or nanoGPT .bin; may be "
-        "repeated; default: standard-library, the source of Python's own modules"
+        "a text, .jsonl or .parquet file, a folder of them, a .tokens file, or a .bin of Megatron, nanoGPT or llm.c; "
+        "may be repeated; default: standard-library, the source of Python's own modules"
     )
     option(what, "--data", data, metavar="PATH", action="append")
     option(what, "--steps", "number of optimizer steps; default: 100", whole)
@@ -551,14 +551,15 @@ def sample_options(command: argparse.ArgumentParser) -> None:
     option(command, "--device", DEVICE, choices=DEVICES)
 
 
-@command("data", "prepare text for training, show the lengths of documents", None)
+@command("data", "prepare text for training, verify it, show the lengths of documents", None)
 def data_options(_: argparse.ArgumentParser) -> None:
-    """Prepare text for training, and show how long documents are. `fourfold train
-    --data` also takes plain text, but a token file loads faster and records the name of
-    its tokenizer.
+    """Prepare text for training, verify the result, and show how long documents are.
+    `fourfold train --data` also takes plain text, but a token file loads faster and
+    records the name of its tokenizer.
 
     Examples:
       fourfold data prepare texts/ --out texts.tokens
+      fourfold data verify texts.tokens
       fourfold data lengths texts.tokens
       fourfold train --data texts.tokens
     """
@@ -583,6 +584,18 @@ def prepare_options(command: argparse.ArgumentParser) -> None:
     option(command, "--eod", EOD, metavar="TOKEN")
 
 
+@command("data verify", "compare every byte of a token file with its checksum", "import_export:verify_data")
+def verify_data_options(command: argparse.ArgumentParser) -> None:
+    """Read whole token files and compare them with their checksums. Training compares
+    the header and the document starts whenever it opens a file, and reads the tokens
+    as it needs them. If a file is damaged, name it and exit with code 1.
+
+    Examples:
+      fourfold data verify texts.tokens
+    """
+    option(command, "inputs", "token files, .bin of Megatron, nanoGPT or llm.c", metavar="FILE", nargs="+")
+
+
 @command(
     "data lengths", "show how long documents are, and how even a context group would be", "data_lengths:show_lengths"
 )
@@ -596,7 +609,7 @@ def lengths_options(command: argparse.ArgumentParser) -> None:
       fourfold data lengths texts.tokens
       fourfold data lengths texts.tokens --seq 8192 --rows 16 --context 4,16 --json -
     """
-    inputs = "token files, Megatron or nanoGPT .bin, text files, folders, or standard-library"
+    inputs = "token files, .bin of Megatron, nanoGPT or llm.c, text files, folders, or standard-library"
     option(command, "inputs", inputs, metavar="INPUT", nargs="+")
     option(command, "--seq", "tokens of a row", positive, default=2048)
     option(command, "--rows", "rows of a bag, which the members of a context group share", positive, default=8)

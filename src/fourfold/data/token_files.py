@@ -1,4 +1,4 @@
-"""Files of tokens: Fourfold's own `.tokens`, Megatron-LM's `.bin` and `.idx`, nanoGPT's `.bin`.
+"""Files of tokens: Fourfold's own `.tokens`, Megatron-LM's `.bin` and `.idx`, and `.bin` of nanoGPT and llm.c.
 
 Each is a `TokenSource`: one long row of tokens from which windows are read. Files are mapped, not loaded, so the ranks
 of a node share the pages. The mapping is read-only and each window is copied out of it: torch could use a private
@@ -13,12 +13,15 @@ Fourfold's file is written as a stream and appears complete or not at all:
     4096   tokens, u16 or u32
            document starts: the position of each document's first token, i64, from the next multiple of 8
 
-The header has the SHA-256 of everything behind it, as it was written.
+Two digests are in the header. `head_sha256`, of the header and the document starts, is compared whenever a file is
+opened: a wrong start would silently train on other documents. `sha256`, of everything behind the header, is compared by
+`TokenFile.verify` alone, because that reads the whole file, which may have hundreds of GB.
 
 Megatron's index has: magic, u64 version, u8 dtype code, u64 number of sequences, u64 number of document marks, then for
 each sequence its i32 length, for each sequence the i64 byte at which it begins in the `.bin`, and last the i64 document
 marks: the sequence at which each document begins, followed by the number of sequences. nanoGPT's file is u16 tokens and
-nothing else. All numbers are little-endian.
+nothing else. A shard of llm.c or modded-nanogpt has 256 i32 in front of its tokens: magic, version, the number of
+tokens, and zeros. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ import struct
 import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -41,6 +44,7 @@ import torch
 from torch import Tensor
 
 from fourfold.atomic import flush, name_in_errors
+from fourfold.errors import shortened
 from fourfold.parse import parse_json
 
 DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "uint16": torch.uint16}
@@ -50,6 +54,8 @@ DTYPES |= {"int32": torch.int32, "uint32": torch.uint32, "int64": torch.int64}
 BLOCK = 1 << 20
 """Numbers read at once in a pass over a whole file: 8 MiB as int64, so that an index of any size can be checked."""
 
+READ_BYTES = 4 << 20
+"""Bytes that are read at once where a whole file is read: enough for the full speed of a disk."""
 SAMPLE_BYTES, SAMPLES = 64 << 10, 64
 """The fingerprint of a file reads this many blocks of this many bytes: 4 MiB in all, which even a network file system
 delivers in well under a second. A file of up to that size is read whole."""
@@ -61,6 +67,8 @@ HEADER_BYTES = 4096
 
 HEADER_FIELDS = {"dtype": str, "tokens": int, "documents": int, "vocab": int, "eod": int, "tokenizer": dict}
 """The keys of the header and their types."""
+HEAD_DIGEST = "head_sha256"
+"""The key of the digest of the other keys and the document starts; files of earlier versions have none."""
 PREPARE_AGAIN = "prepare it again with `fourfold data prepare`"
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -69,6 +77,27 @@ MEGATRON_HEAD = struct.Struct("<9sQBQQ")
 """Magic, version, dtype code, number of sequences, number of document marks."""
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 """Megatron's codes of the dtypes that can hold tokens; 6 and 7 are floating-point."""
+
+SHARD_HEAD_BYTES = 1024
+"""Size of the header of a shard of llm.c: 256 numbers of 4 bytes."""
+SHARD_HEAD = struct.Struct("<3i")
+"""Magic, version, number of tokens."""
+SHARDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+"""Version and dtype of the shards of llm.c by their magic: those for GPT-2, which modded-nanogpt shares, and for Llama
+3."""
+DATES = range(20200101, 20400101)
+"""llm.c's magics are dates; its evaluations, models and optimizers have others than `SHARDS`."""
+FOREIGN = {
+    b"PK\x03\x04": "a zip archive, as torch.save writes it",
+    b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19": "a pickle, as old versions of torch.save write it",
+    b"\x93NUMPY": "an array of numpy; write its numbers alone, with ids.astype('uint16').tofile",
+    b"\x1f\x8b\x08": "packed with gzip; unpack it",
+    b"\x28\xb5\x2f\xfd": "packed with zstd; unpack it",
+    b"GGUF": "a GGUF model",
+    MAGIC: "a token file of Fourfold; name it .tokens",
+    MEGATRON_MAGIC: "the index of a Megatron pair; name it .idx",
+}
+"""Files that hold no tokens, by their first bytes: three or more, so that no file of tokens begins so by chance."""
 
 PREPROCESS_AGAIN = "make the pair again with Megatron's tools/preprocess_data.py"
 
@@ -100,6 +129,13 @@ class MappedArray:
         first, last = (self._offset + index * self.dtype.itemsize for index in (start, stop))
         # The copy into a bytearray is writable, which frombuffer needs; int64 is what embeddings and losses index with.
         return torch.frombuffer(bytearray(self._view[first:last]), dtype=self.dtype).to(torch.int64)
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of the bytes of all numbers."""
+        digest, end = hashlib.sha256(), self._offset + self._count * self.dtype.itemsize
+        for first in range(self._offset, end, READ_BYTES):
+            digest.update(self._view[first : min(first + READ_BYTES, end)])
+        return digest.hexdigest()
 
     def blocks(self) -> Iterator[Tensor]:
         """Return all numbers, `BLOCK` at a time."""
@@ -198,7 +234,7 @@ class TokenWriter:
         self.header = {"vocab": vocab, "eod": eod, "tokenizer": tokenizer}
         self._dtype = "uint16" if vocab <= 1 << 16 else "uint32"
         self._start = 0  # of the document that is being written
-        self._hash = hashlib.sha256()
+        self._hash, self._starts_hash = hashlib.sha256(), hashlib.sha256()
 
     def __enter__(self) -> Self:
         # Beside the target, since a rename is atomic only inside one file system.
@@ -253,8 +289,11 @@ class TokenWriter:
         while block := self._starts.read(SAMPLE_BYTES):
             self._file.write(block)
             self._hash.update(block)
-        counts = {"dtype": self._dtype, "tokens": self.tokens, "documents": self.documents}
-        header = json.dumps(counts | self.header | {"sha256": self._hash.hexdigest()}).encode()
+            self._starts_hash.update(block)
+        keys = {"dtype": self._dtype, "tokens": self.tokens, "documents": self.documents, **self.header}
+        keys["sha256"] = self._hash.hexdigest()
+        keys[HEAD_DIGEST] = _head_digest(keys, self._starts_hash.hexdigest())
+        header = json.dumps(keys).encode()
         if len(header) > HEADER_BYTES - 16:
             raise ValueError(
                 f"{self.path}: the header takes {len(header)} bytes, but at most {HEADER_BYTES - 16} fit; "
@@ -275,10 +314,16 @@ class TokenWriter:
 
 def _write(file: BinaryIO, ids: Tensor, dtype: str) -> bytearray:
     """Write numbers, and return their bytes."""
-    raw = bytearray(len(ids) * DTYPES[dtype].itemsize)
+    raw = _bytes_of(ids, DTYPES[dtype])
+    file.write(raw)
+    return raw
+
+
+def _bytes_of(ids: Tensor, dtype: torch.dtype) -> bytearray:
+    """Return numbers as a file has them."""
+    raw = bytearray(len(ids) * dtype.itemsize)
     if raw:
-        torch.frombuffer(raw, dtype=DTYPES[dtype]).copy_(ids)
-        file.write(raw)
+        torch.frombuffer(raw, dtype=dtype).copy_(ids)
     return raw
 
 
@@ -290,6 +335,7 @@ class TokenFile(TokenSource):
         view = _map_file(path)
         self.path = path
         self.name = name or path.name
+        self._header = header
         self.tokens: int = header["tokens"]
         self.vocab = header["vocab"]
         self.eod = header["eod"]
@@ -297,6 +343,37 @@ class TokenFile(TokenSource):
         self._sha256 = header.get("sha256")  # files of earlier versions have none
         self._ids = MappedArray(view, header["dtype"], HEADER_BYTES, self.tokens)
         self._starts = MappedArray(view, "int64", _starts_offset(header), header["documents"])
+        _check_starts(path, header, self._starts)
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> bool:
+        """Read the whole file once and raise if its content is not what was written.
+
+        Return whether its SHA-256 is known; without one, only the ids and the ends of documents are checked.
+        `progress(tokens_done, tokens)` is called every few megabytes.
+        """
+        first, digest, vocab, eod = 0, hashlib.sha256(), self._header["vocab"], self._header["eod"]
+        for ids in self._ids.blocks():
+            stop = first + len(ids)
+            ends = self.document_starts(first + 1, stop + 1) - first - 1
+            if int(ids.max()) >= vocab or bool((ids[ends] != eod).any()):
+                raise ValueError(
+                    f"{self.path} is damaged: from token {first} to {stop} an id is not below vocab={vocab}, or a "
+                    f"document does not end with eod={eod}; copy it again or {PREPARE_AGAIN}"
+                )
+            digest.update(_bytes_of(ids, self._ids.dtype))
+            first = stop
+            if progress is not None:
+                progress(first, self.tokens)
+        with self.path.open("rb") as file:
+            file.seek(HEADER_BYTES + self.tokens * self._ids.dtype.itemsize)
+            while rest := file.read(READ_BYTES):
+                digest.update(rest)
+        if self._sha256 is not None and digest.hexdigest() != self._sha256:
+            raise ValueError(
+                f"{self.path} is damaged: its content has the SHA-256 {digest.hexdigest()} and was written with "
+                f"{self._sha256}; copy it again or {PREPARE_AGAIN}"
+            )
+        return self._sha256 is not None
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -329,11 +406,11 @@ def _read_header(path: Path) -> dict[str, Any]:
         )
     try:
         header = parse_json(head[16 : 16 + length])
-        valid = all(isinstance(header[key], kind) for key, kind in HEADER_FIELDS.items())
+        valid = all(type(header[key]) is kind for key, kind in HEADER_FIELDS.items())  # to isinstance, true is an int
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} has a damaged header ({type(error).__name__}: {error}); {PREPARE_AGAIN}") from error
-    if not valid or header["dtype"] not in ("uint16", "uint32") or header["tokens"] < 1 or header["documents"] < 1:
-        raise ValueError(f"{path} has a damaged header, {header}; {PREPARE_AGAIN}")
+    if not valid or not _makes_sense(header):
+        raise ValueError(f"{path} has a damaged header, {shortened(str(header))}; {PREPARE_AGAIN}")
     size, expected = path.stat().st_size, _starts_offset(header) + 8 * header["documents"]
     if size != expected:
         raise ValueError(
@@ -341,6 +418,36 @@ def _read_header(path: Path) -> dict[str, Any]:
             f"documents take {expected} bytes, the file has {size}; copy it again or {PREPARE_AGAIN}"
         )
     return header
+
+
+def _makes_sense(header: dict[str, Any]) -> bool:
+    """Return whether the numbers of a header can be those of a file that `TokenWriter` wrote."""
+    bits = {"uint16": 16, "uint32": 32}.get(header["dtype"], 0)
+    return 0 <= header["eod"] < header["vocab"] <= 1 << bits and 1 <= header["documents"] <= header["tokens"]
+
+
+def _head_digest(header: dict[str, Any], starts: str) -> str:
+    """Return the SHA-256 of a header and of the SHA-256 of the document starts."""
+    keys = {key: value for key, value in header.items() if key != HEAD_DIGEST}
+    return hashlib.sha256(f"{json.dumps(keys, sort_keys=True)}\n{starts}".encode()).hexdigest()
+
+
+def _check_starts(path: Path, header: dict[str, Any], starts: MappedArray) -> None:
+    """Raise unless documents begin one after another inside of the file, where the header says."""
+    before = -1
+    for block in starts.blocks():
+        sound = before < int(block[0]) and bool((block.diff() > 0).all()) and int(block[-1]) < header["tokens"]
+        if not sound or (before < 0 and int(block[0]) != 0):
+            raise ValueError(
+                f"{path} is damaged: its {len(starts)} documents do not begin one after another from token 0 to "
+                f"{header['tokens'] - 1}; copy it again or {PREPARE_AGAIN}"
+            )
+        before = int(block[-1])
+    if HEAD_DIGEST in header and header[HEAD_DIGEST] != _head_digest(header, starts.sha256()):
+        raise ValueError(
+            f"{path} is damaged: its header or its document starts are not those that were written (SHA-256 "
+            f"{header[HEAD_DIGEST]}); copy it again or {PREPARE_AGAIN}"
+        )
 
 
 def _starts_offset(header: dict[str, Any]) -> int:
@@ -445,21 +552,19 @@ def _check_marks(index: Path, marks: MappedArray, sequences: int) -> None:
 
 
 class NanoGPTFile(TokenSource):
-    """nanoGPT's `.bin`, a file of u16 tokens. Documents can be found in it only if `eod` is given."""
+    """A `.bin` without an index: nanoGPT's u16 tokens, or a shard of llm.c or modded-nanogpt, which has a header.
+
+    Documents can be found in it only if `eod` is given.
+    """
 
     vocab = None  # the file does not say
 
     def __init__(self, path: Path, eod: int | None = None) -> None:
-        size = path.stat().st_size
-        if size == 0 or size % 2:
-            raise ValueError(
-                f"{path} has {size} bytes; a .bin without an .idx beside it is read as nanoGPT's format, 2 bytes per "
-                "token and at least one token; copy it again, or bring the .idx if it is half of a Megatron pair"
-            )
+        dtype, first = _layout_of_bin(path)
         self.name = path.name
         self.path = path
         self.eod = eod
-        self._ids = MappedArray(_map_file(path), "uint16")
+        self._ids = MappedArray(_map_file(path), dtype, first)
         self.tokens = len(self._ids)
 
     @cached_property
@@ -478,6 +583,38 @@ class NanoGPTFile(TokenSource):
         ends = first + (self.read(first, max(stop - 1, first)) == self.eod).nonzero().flatten()
         begin = torch.zeros(1 if start == 0 < stop else 0, dtype=torch.int64, device="cpu")
         return torch.cat([begin, ends + 1])
+
+
+def _layout_of_bin(path: Path) -> tuple[str, int]:
+    """Return the dtype of the tokens of a `.bin` without an index, and the byte at which they begin."""
+    with path.open("rb") as file:
+        head, size = file.read(SHARD_HEAD_BYTES), os.fstat(file.fileno()).st_size
+    for magic, what in FOREIGN.items():
+        if head.startswith(magic):
+            raise ValueError(f"{path} has no tokens: it is {what}")
+    word, version, tokens = SHARD_HEAD.unpack_from(head.ljust(SHARD_HEAD.size, b"\0"))
+    # Files of nanoGPT have no header. In all headers of llm.c zeros stand behind the first 34 numbers.
+    if word not in SHARDS and (word not in DATES or any(head[4 * 34 :]) or len(head) < SHARD_HEAD_BYTES):
+        if size == 0 or size % 2:
+            raise ValueError(
+                f"{path} has {size} bytes; a .bin without an .idx beside it is read as nanoGPT's format, 2 bytes per "
+                "token and at least one token; copy it again, or bring the .idx if it is half of a Megatron pair"
+            )
+        return "uint16", 0
+    known = ", ".join(f"{magic} in version {number}" for magic, (number, _) in SHARDS.items())
+    if word not in SHARDS or version != SHARDS[word][0]:
+        raise ValueError(
+            f"{path} begins with the magic {word} in version {version}, as files of llm.c do, but files of tokens have "
+            f"{known}; give such a shard, or prepare the text with `fourfold data prepare`"
+        )
+    dtype = SHARDS[word][1]
+    expected = SHARD_HEAD_BYTES + tokens * DTYPES[dtype].itemsize
+    if tokens < 1 or size != expected:
+        raise ValueError(
+            f"{path} is not complete: its header says {tokens} tokens of {dtype} (at least one), {expected} bytes with "
+            f"the header, but the file has {size}; copy it again"
+        )
+    return dtype, SHARD_HEAD_BYTES
 
 
 def _read_head(path: Path, kind: str, magic: bytes, length: int, remedy: str) -> bytes:

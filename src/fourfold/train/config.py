@@ -261,8 +261,8 @@ class SourceSection:
     """Text or tokens to train on, and their share of the samples."""
 
     path: str
-    """`standard-library`, a text, .jsonl, .jsonl.gz or .parquet file, a folder of them, a .tokens file, a Megatron or
-    nanoGPT .bin file."""
+    """`standard-library`, a text, .jsonl, .jsonl.gz or .parquet file, a folder of them, a .tokens file, a .bin
+    file of Megatron, nanoGPT or llm.c."""
     weight: float = 1.0
     """Share of the samples, as a number in proportion to the weights of the other sources."""
     eod: int | None = None
