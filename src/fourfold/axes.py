@@ -47,6 +47,9 @@ AXIS_MEANINGS = {
 }
 """The meaning of each size of a grid: first the name by which people know it, then what the size counts."""
 
+MOST_DEVICES = 1 << 20
+"""The most devices of a grid: several times the largest machines. More are a slip, and a search would take for ever."""
+
 BATCH = ("data", "z")
 """The axes that cut the rows of a batch, outermost cut first. A place is a coordinate of these: its ranks hold the same
 rows."""

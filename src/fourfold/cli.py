@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from fourfold.commands.options import parser
 from fourfold.environment import end_with_launcher, inside_a_job, is_watched, started_by_torchrun
-from fourfold.errors import FailedElsewhereError, Failure, LostReaderError, failure_of
+from fourfold.errors import FailedElsewhereError, Failure, LostReaderError, failure_of, readable, shortened
 from fourfold.train import fork_server
 from fourfold.train.console import drain_output, unblocked_output
 from fourfold.train.signals import INTERRUPTED, READABLE, ignore_signals
@@ -163,12 +163,15 @@ def _unread(error: BrokenPipeError) -> int:
 
 
 def plain(error: Exception) -> str:
-    """Return the message of an error; for an error of the operating system, replace its number by a way out."""
+    """Return the message of an error; for an error of the operating system, replace its number by a way out.
+
+    A message may repeat a key or a name of any size from a file, so it is shortened here, for all errors alike.
+    """
     if not isinstance(error, OSError) or error.strerror is None:
-        return str(error)
+        return readable(str(error))
     if error.filename is None:
         return error.strerror
-    return f"{error.filename}: {error.strerror}; {WAYS_OUT.get(error.errno or 0, 'give another path')}"
+    return f"{shortened(str(error.filename))}: {error.strerror}; {WAYS_OUT.get(error.errno or 0, 'give another path')}"
 
 
 def _leave(code: int) -> int:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
+from fourfold.errors import nearest
+
 LAUNCHED = "FOURFOLD_LAUNCHED"
 """Our launcher sets it for the ranks that it starts, to its own process id."""
 RESTARTED = "FOURFOLD_RESTARTED"
@@ -33,6 +35,8 @@ WHO_SETS = "torchrun, srun or your own script sets it before it starts a rank"
 """The way out of every error about a variable that whoever starts the ranks must set."""
 
 
+LARGEST = (1 << 31) - 1
+"""The largest number that a variable may hold; every number of ranks, restarts and ports is far below."""
 MAX_SECONDS = 10**6
 """Stands for no limit where an API wants a finite number of seconds; about eleven days."""
 PR_SET_PDEATHSIG = 1
@@ -80,12 +84,13 @@ class Environment:
     @property
     def local_world(self) -> int | None:
         """The number of ranks on this node; None where the launcher does not say."""
-        counts = [
-            int(found[1])
-            for found in re.finditer(r"(\d+)(?:\(x(\d+)\))?", self.per_node)
-            for _ in range(int(found[2] or 1))
-        ]
-        return counts[self.node] if self.node < len(counts) else counts[0] if counts else None
+        counts = [(int(n), int(nodes or 1)) for n, nodes in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", self.per_node)]
+        nodes = 0
+        for count, equal in counts:
+            nodes += equal
+            if self.node < nodes:
+                return count
+        return counts[0][0] if counts else None
 
 
 def inside_a_job() -> bool:
@@ -113,6 +118,8 @@ def _number(name: str, default: int | None = None, *, least: int = 0, below: tup
         number = int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not a whole number; {WHO_SETS}") from None
+    if number > LARGEST:
+        raise ValueError(f"{name}={number} is not a number of anything in a job; {WHO_SETS}")
     if number < least:
         raise ValueError(f"{name}={number} must be at least {least}; {WHO_SETS}")
     if below is not None and number >= below[1]:
@@ -188,7 +195,12 @@ def command_began() -> float:
     may have a parent that is much older, such as a shell, so for it the command begins now.
     """
     if text := os.environ.get(BEGAN):
-        return float(text)
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(
+                f"{BEGAN}={text!r} is not a number of seconds; unset it, fourfold sets it itself"
+            ) from None
     if was_restarted() and (ticks := process_stat(os.getppid())[1]):
         # the kernel counts the ticks from the start of the machine, with the time in which it slept
         return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
@@ -244,18 +256,32 @@ def set_master_address() -> None:
     """Fill in the variables by which torch finds a job's store, under SLURM and where they are missing."""
     if "RANK" in os.environ or not _in_slurm_step():
         return
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_NODELIST"]
-    os.environ.setdefault("MASTER_ADDR", first_node(nodes))
+    names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    if nodes := next(
+        filter(None, map(os.environ.get, names)), ""
+    ):  # without any, `master_address` says what is missing
+        os.environ.setdefault("MASTER_ADDR", first_node(nodes))
     # jobs that share a node get different ports, out of the range of registered ones that is free by custom
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000))
+    os.environ.setdefault("MASTER_PORT", str(20000 + _number("SLURM_JOB_ID", 0) % 20000))
 
 
 def stay_on_loopback(here: Environment) -> None:
     """Let gloo and NCCL listen on the loopback alone if all ranks are on this node and nobody named an interface.
 
-    Without this they listen on the interface of the host's name, where other machines reach them.
+    Without this they listen on the interface of the host's name, where other machines reach them. A name that was given
+    must be that of an interface; NCCL also takes beginnings of names, and the names that it must not use.
     """
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    known = [name for _, name in socket.if_nameindex()]
+    for variable, exact in zip(INTERFACES, (True, False), strict=True):
+        given = os.environ.get(variable) or ""
+        names = given.removeprefix("=").split(",")
+        found = [name for name in known if name in names or (not exact and name.startswith(tuple(names)))]
+        if given and not found and not given.startswith("^"):
+            raise ValueError(
+                f"{variable}={given!r} is no network interface of {socket.gethostname()}{nearest(given, known)}; "
+                f"it has {', '.join(known)}; set it to one of them, or unset it"
+            )
+    loopback = next((name for name in known if name.startswith("lo")), None)
     if loopback is not None and _on_one_node(here):
         for name in INTERFACES:
             os.environ.setdefault(name, loopback)

@@ -199,6 +199,24 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
 
 
+LONGEST_LINE = 4000
+"""Characters of a line of a message that are shown. Longer ones repeat a text from a file, which may have any size."""
+
+
+def readable(message: str) -> str:
+    """Return a message whose lines all have a length that people read: of longer ones the beginning and the end.
+
+    The end stays because the way out stands there.
+    """
+    part = LONGEST_LINE // 2
+    return "\n".join(
+        line
+        if len(line) <= LONGEST_LINE
+        else f"{line[:part]} ... ({len(line) - 2 * part:,} characters) ... {line[-part:]}"
+        for line in message.split("\n")
+    )
+
+
 MOST_NAMES_SHOWN = 3
 """How many missing or unknown names an error shows."""
 
@@ -212,7 +230,9 @@ def name_some(names: Iterable[str], others: Iterable[str] = ()) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'train'?)`, or an empty text if no known word is near."""
+    """Return ` (did you mean 'train'?)`, or an empty text if no known word is near, or the word is no name at all."""
+    if len(word) > LONGEST_SHOWN:  # the comparison takes a time that grows with the square of the length
+        return ""
     bare = {name.lstrip("-"): name for name in known}  # options are compared without their dashes
     word = word.lstrip("-")
     found = get_close_matches(word, bare, n=1) or get_close_matches(word.lower(), bare, n=1)

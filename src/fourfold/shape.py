@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, FOLD, FOLD_SIZES, FOLDED, FOLDED_ALONG, PIPE
+from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, FOLD, FOLD_SIZES, FOLDED, FOLDED_ALONG, MOST_DEVICES, PIPE
 from fourfold.synonyms import explain_axis
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Shape:
         for axis, size in {**by_axis, CONTEXT: context, **dict(zip(FOLD_SIZES, fold, strict=True))}.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"grid axis {axis}={size!r}: the size of an axis is a whole number from 1 up")
+        if (world := prod(by_axis.values())) > MOST_DEVICES:
+            raise ValueError(f"the sizes of the grid multiply to {world} ranks; a grid has at most {MOST_DEVICES}")
         whole = tuple(order) if PIPE in order else (*order, PIPE)  # stages lie far apart unless somebody says otherwise
         if sorted(whole) != sorted(AXES):
             raise ValueError(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fourfold import cli
+from fourfold.axes import AXES
 from fourfold.checkpoint.format import RECORD, read_record
 from fourfold.checkpoint.hf_weights import INDEX, _weight_files
+from fourfold.commands.completion import parsers
+from fourfold.commands.options import parser
 from fourfold.data.sources import _text_of_line
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import USERS
@@ -148,3 +154,137 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no tokenizer"):
         load_tokenizer("a\0b")
+
+
+# --- options and variables
+
+OUTPUTS = {
+    "plan --model gpt-tiny --machine perlmutter --devices 8": ("--json", "--html", "--trace", "--config"),
+    "train": ("--json",),
+    "doctor": ("--json",),
+    "report RUN": ("--out",),
+    "calibrate": ("--out",),
+    "data lengths a.txt": ("--json",),
+    "experts show RUN": ("--json",),
+}
+"""The options of commands that name a file to write."""
+HUGE = str(10**12)
+ABSURD = (
+    f"train --grid x={2**40}",
+    f"train --grid x={HUGE},y={HUGE}",
+    f"train --grid {','.join(f'{axis}=1024' for axis in AXES)}",
+    "train --ranks 100000",
+    f"train --ranks {HUGE}",
+    "train --grid data=100000",
+    f"plan --model gpt-tiny --machine perlmutter --devices {HUGE}",
+    f"plan --model gpt-tiny --machine perlmutter --devices 8..{HUGE}",
+    f"plan --model gpt-tiny --machine perlmutter --devices 8 --grid x={2**40}",
+    f"plan --model gpt-tiny --machine perlmutter --devices 8 --seq {HUGE}",
+    "plan --model gpt-tiny --machine perlmutter --devices 8 --batch-tokens 9999999T",
+    f"schedule show 1f1b --pipe 4 --micro {10**9}",
+    "schedule show gpipe --pipe 100000 --micro 1",
+    f"schedule show blocks:{10**9} --pipe 2 --micro {10**6}",
+    f"schedule show interleaved --pipe 2 --chunks {10**9} --micro 2",
+    f"schedule find --pipe 4 --micro {10**9}",
+    f"schedule find --pipe 4 --chunks {10**9} --micro 4",
+    "data lengths three.txt",
+    f"data lengths long.txt --rows {HUGE}",
+    f"data lengths long.txt --bags {HUGE}",
+    f"data lengths long.txt --seq 8 --rows 2 --context {HUGE}",
+    f"launch run.toml --slurm --out /runs/one --devices {HUGE}",
+    f"launch run.toml --slurm --out /runs/one --devices 8 --per-node {HUGE}",
+    f"calibrate --out here.toml --ranks {HUGE} --device cpu",
+    f"doctor --preflight --ranks {HUGE} --device cpu",
+    f"train --set batch.rows={10**30}",
+    f"train --set batch.rows={HUGE}",
+    f"train --set batch.seq={HUGE}",
+    f"train --set batch.micro_steps={HUGE} --set batch.rows={HUGE}",
+    f"train --set model.layers={HUGE}",
+    f"train --set model.hidden={HUGE}",
+    "train --set model.hidden=2000000000 --set model.mlp_hidden=2000000000",
+    f"train --set model.vocab={HUGE}",
+    "train --set model.norm_eps=nan",
+    "train --set model.norm_eps=-1.0",
+    "train --set model.rope_theta=-1.0",
+    "train --set model.rope_theta=inf",
+    "train --set model.rope_factor=nan",
+    "train --set model.rope_attention=-0.5",
+    "train --set model.route_scale=nan",
+    "train --set optimizer.eps=nan",
+    "train --set optimizer.floor=nan",
+    "train --set optimizer.decay=nan",
+    "train --set lora.rank=4 --set lora.alpha=nan",
+    "train --set lora.rank=4 --set lora.alpha=inf",
+    "train --set log.peak_flops=inf",
+    "train --minutes nan",
+    "train --epochs inf",
+    "sample RUN --temperature nan",
+    "train --set train.out=",
+    "train --set data.tokenizer=",
+    "train --set 'data.sources=[{path = \"\"}]'",
+    "train --set batch=3",
+)
+"""Command lines that cannot be meant: each is refused within seconds, in one line."""
+
+
+def test_no_option_takes_an_empty_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--data "$UNSET"` would train on the working directory, and `--resume "$UNSET"` resume there."""
+    monkeypatch.chdir(tmp_path)
+    may = {"--prompt", "--prefix"}
+    checked = 0
+    for command in parsers(parser()):
+        for action in command._actions:
+            if action.nargs == 0 or isinstance(action, argparse._SubParsersAction):
+                continue
+            name = "/".join(action.option_strings) or action.dest
+            for empty in ("", "  "):
+                try:
+                    command._get_values(action, [empty])
+                    refused = False
+                except argparse.ArgumentError as error:
+                    refused = "is empty" in str(error)
+                assert refused or name in may, f"{command.prog} {name} takes {empty!r}"
+            checked += 1
+    assert checked > 100
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.toml").mkdir()
+    for words, names in OUTPUTS.items():
+        for name in names:
+            for path, said in (("folder.toml", "is a folder"), ("no/such.toml", "the folder no does not exist")):
+                with pytest.raises(SystemExit) as left:
+                    cli.main([*words.split(), name, path])
+                assert left.value.code == 2
+                assert said in capsys.readouterr().err, f"{words} {name} {path}"
+    Path("a.txt").write_text("words")
+    Path("folder.tokens").mkdir()
+    assert cli.main(["data", "prepare", "a.txt", "--out", "folder.tokens"]) == 1
+    assert "folder.tokens is a folder" in capsys.readouterr().err
+    assert sorted(map(str, Path().iterdir())) == ["a.txt", "folder.tokens", "folder.toml"]
+
+
+def test_what_nobody_can_mean_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("three.txt").write_text("abc")
+    Path("long.txt").write_text("words " * 20_000)
+    Path("run.toml").write_text('[model]\nname = "gpt-tiny"\n')
+    faults = []
+    for words in ABSURD:
+        began = time.monotonic()
+        try:
+            code = cli.main(shlex.split(words))
+        except SystemExit as left:
+            code = left.code
+        except Exception as error:  # what a user would see as a traceback
+            code = f"{type(error).__name__}: {error}"
+        said, seconds = capsys.readouterr().err, time.monotonic() - began
+        if code not in (1, 2) or "error: " not in said or "Traceback" in said or seconds > 20:
+            faults.append((words, code, round(seconds, 1), said[-300:]))
+    assert not faults
+    assert not Path("runs").exists()

@@ -166,14 +166,6 @@ def test_without_a_command_the_help_is_shown(words: list[str], capsys: pytest.Ca
         ),
         ("train --steps 0", "train.steps=0 must be at least 1"),
         ("train --set 'data.sources=[{weight=1}]'", "data.sources[0].path is missing; data.sources[0] needs path"),
-        (
-            "plan PLAN --config absent/run.toml",
-            "--config absent/run.toml: the folder absent does not exist; make it first",
-        ),
-        (
-            "plan PLAN --json absent/plan.json",
-            "--json absent/plan.json: the folder absent does not exist; make it first",
-        ),
         ("plan PLAN --price 2.5", "--price 2.5 needs the length of the training; give --tokens, such as 300G"),
         ("plan PLAN --tokens 1G --price 0", "--price 0: it must be above 0"),
         (

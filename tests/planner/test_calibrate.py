@@ -403,9 +403,7 @@ def options(*arguments: str) -> argparse.Namespace:
     ("arguments", "said"),
     [
         (("--out", "here.txt"), r"--out here.txt: the name of a machine file must end in .toml"),
-        (("--out", "no/such/here.toml"), r"the folder no/such does not exist; make it first"),
         (("--out", "here.toml", "--seconds", "0"), r"--seconds 0 must be above 0"),
-        (("--out", "here.toml", "--seconds", "nan"), r"--seconds nan must be above 0"),
         (("--out", "here.toml", "--ranks", "0"), r"--ranks 0: at least one rank is needed"),
     ],
 )

@@ -27,6 +27,8 @@ from fourfold.report.units import aligned, percent, plural
 
 ANY_ID = 1 << 32
 """A vocabulary that has every id of a token file: the command reads none."""
+MOST_DRAWN = 1 << 30
+"""The most tokens in the bags that are drawn: of documents of ordinary lengths this takes minutes."""
 SAMPLE = 4096
 """The most lengths that are written for the planner."""
 QUANTILES = 0.1, 0.25, 0.5, 0.75, 0.9, 0.99
@@ -35,8 +37,21 @@ QUANTILES = 0.1, 0.25, 0.5, 0.75, 0.9, 0.99
 
 def show_lengths(options: argparse.Namespace, _: Sequence[str]) -> int:
     """Print the lengths and the table of assignments, or write them as JSON."""
+    drawn = options.rows * options.seq * options.bags
+    if drawn > MOST_DRAWN:
+        raise ValueError(
+            f"--rows {options.rows} of --seq {options.seq} in --bags {options.bags} are {drawn:,} tokens to draw; give "
+            f"numbers whose product is at most {MOST_DRAWN:,}"
+        )
     with tempfile.TemporaryDirectory() as cache:
         sources = [_open(path, options, Path(cache)) for path in options.inputs]
+        if (tokens := sum(source.tokens for source in sources)) < options.rows * options.seq:
+            raise ValueError(
+                f"{', '.join(options.inputs)}: {tokens:,} tokens, but a bag of --rows {options.rows} of --seq "
+                f"{options.seq} has {options.rows * options.seq:,}; give more data, or fewer and shorter rows"
+            )
+        if max(options.context) > tokens:
+            raise ValueError(f"--context {max(options.context)}: a context group has at most a rank for each token")
         document = lengths_document(
             sources, options.seq, options.rows, options.context, draws=options.bags, seed=options.seed
         )

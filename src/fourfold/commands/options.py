@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import re
 import shutil
 import sys
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fourfold import __version__
-from fourfold.axes import AXES, GIVEN_BESIDES
-from fourfold.errors import nearest
+from fourfold.axes import AXES, GIVEN_BESIDES, MOST_DEVICES
+from fourfold.errors import nearest, readable
 from fourfold.parse import parse_toml
 from fourfold.synonyms import explain_axis, explain_synonym
 
@@ -54,6 +55,8 @@ OTHER_WORDS = {
 """What people type for commands that exist under another name."""
 EXAMPLES = "\n\nExamples:\n"
 """Separates the help of a command: the description stands above the list of options, the examples below it."""
+LARGEST = (1 << 63) - 1
+"""The largest whole number, which is that of torch."""
 WIDEST = 108
 """Maximum width of a help text in columns; longer lines are hard to read."""
 
@@ -107,7 +110,7 @@ class Parser(argparse.ArgumentParser):
             # the keys of a config are given with --set, so a command without it has none
             if "--set" in self._option_string_actions and (answer := explain_synonym(name, value)):
                 message = f"there is no option {name}; {answer}"
-        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` shows options and examples\n")
+        self.exit(2, f"{self.prog}: error: {readable(message)}\n`{self.prog} --help` shows options and examples\n")
 
     def _unknown(self) -> tuple[str, Any]:
         """Return the first given option that neither exists nor abbreviates one that does, and its value, if any."""
@@ -168,13 +171,19 @@ def option(
     metavar: str | None = None,
     *,
     default: Any = None,
+    may_be_empty: bool = False,
     **more: Any,
 ) -> None:
-    """Add an option with a value, or a positional argument, and name its default in the help."""
+    """Add an option with a value, or a positional argument, and name its default in the help.
+
+    An empty value is refused, unless it has a meaning: a shell makes one of a variable that is not set, and as a path
+    it would be the working directory.
+    """
     if isinstance(default, str | int | float) and default != "":
         help = f"{help}; default: {default}"
-    metavar = "N" if type is whole and metavar is None else metavar
-    to.add_argument(name, help=help, type=type, metavar=metavar, default=default, **more)
+    metavar = "N" if type in (whole, world) and metavar is None else metavar
+    read = type if may_be_empty else filled(type)
+    to.add_argument(name, help=help, type=read, metavar=metavar, default=default, **more)
 
 
 def flag(to: Any, name: str, help: str) -> None:
@@ -183,6 +192,39 @@ def flag(to: Any, name: str, help: str) -> None:
 
 
 # --- types of option values
+
+
+def filled(type: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a type of values like this one, which refuses an empty text."""
+
+    def read(text: str) -> Any:
+        if not text.strip():
+            raise argparse.ArgumentTypeError(
+                f"the value {text!r} is empty, perhaps a variable of the shell that is not set; give one, or leave the "
+                "option out"
+            )
+        return type(text)
+
+    return read
+
+
+def target(text: str) -> Path:
+    """Parse the path of a file to write, and raise at once if that could not be written after all the work."""
+    path = Path(text).expanduser()
+    try:
+        folder, there = path.is_dir(), path.parent.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}; give another path") from None
+    if folder:
+        raise argparse.ArgumentTypeError(f"{text} is a folder; give the path of a file, such as {path / 'FILE'}")
+    if not there:
+        raise argparse.ArgumentTypeError(f"{text}: the folder {path.parent} does not exist; make it first")
+    return path
+
+
+def target_or_output(text: str) -> str:
+    """Parse the path of a file to write, or `-`, which stands for standard output."""
+    return text if text == "-" else str(target(text))
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -226,17 +268,23 @@ def grid(text: str) -> dict[str, int]:
 def whole(text: str) -> int:
     """Parse a whole number such as `8`."""
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; write for example 8") from None
+    if not -LARGEST <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of anything; numbers go up to {LARGEST}")
+    return value
 
 
 def number(text: str) -> float:
     """Parse a number such as `0.8` or `1e-4`."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write for example 0.8 or 60") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write for example 0.8 or 60")
+    return value
 
 
 def quantity(text: str) -> float:
@@ -256,9 +304,9 @@ def devices(text: str) -> int | list[int]:
     one before it."""
     found = re.fullmatch(r"(\d+)\.\.(\d+)", text, re.ASCII)
     if found is None:
-        return whole(text)
-    first, last = int(found[1]), int(found[2])
-    if not 1 <= first <= last:
+        return world(text)
+    first, last = world(found[1]), world(found[2])
+    if first > last:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a range of devices; write the first and last, at least 1, such as 64..1024"
         )
@@ -286,9 +334,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def world(text: str) -> int:
+    """Parse a number of devices or ranks."""
+    if positive(text) > MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"{text} devices are more than a grid has; give {MOST_DEVICES} or fewer")
+    return int(text)
+
+
 def several(text: str) -> list[int]:
-    """Parse whole numbers from 1 up, such as `2,4,8`."""
-    return [positive(part) for part in text.split(",")]
+    """Parse several numbers of ranks, such as `2,4,8`."""
+    return [world(part) for part in text.split(",")]
 
 
 def not_negative(text: str) -> float:
@@ -393,7 +448,7 @@ def plan_options(command: argparse.ArgumentParser) -> None:
         "a published size such as gpt-80b, a Hugging Face config.json or its folder (--hf is another name of this "
         "option), a .toml, or package.module:function"
     )
-    asked.add_argument("--model", "--hf", help=model, metavar="NAME", required=True)
+    asked.add_argument("--model", "--hf", help=model, metavar="NAME", required=True, type=filled(str))
     machine = "a packaged machine such as perlmutter, or a machine file (.toml) from fourfold calibrate"
     option(asked, "--machine", machine, metavar="NAME", required=True)
     number_of = "number of devices, or the first and last of several to compare, such as 64..1024"
@@ -436,10 +491,10 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     option(shown, "--top", "number of grids to show", whole, default=8)
     why = "explain why this grid, such as x=8,z=4, is slower than the best one, or was not chosen although it is faster"
     option(shown, "--why", why, grid, "GRID")
-    option(shown, "--config", "write a config that trains on the best grid", Path, "FILE.toml")
-    option(shown, "--html", "write the whole plan as one interactive page", Path, "FILE")
-    option(shown, "--json", "write the whole plan as JSON; - prints it instead of the table", metavar="FILE")
-    option(shown, "--trace", "write a timeline of one step on the best grid, for ui.perfetto.dev", Path, "FILE")
+    option(shown, "--config", "write a config that trains on the best grid", target, "FILE.toml")
+    option(shown, "--html", "write the whole plan as one interactive page", target, "FILE")
+    option(shown, "--json", "write the whole plan as JSON; - prints it instead of the table", target_or_output, "FILE")
+    option(shown, "--trace", "write a timeline of one step on the best grid, for ui.perfetto.dev", target, "FILE")
 
 
 @command("train", "train a model", "train:train")
@@ -512,7 +567,7 @@ def train_options(command: argparse.ArgumentParser) -> None:
     )
     option(look, "--profile", profile, steps, "STEPS", default=range(0))
     option(look, "--compare-serial", "run N steps and compare them with a single process, instead of training", whole)
-    option(look, "--json", "write config, grid and steps as one JSON object; - prints it", metavar="FILE")
+    option(look, "--json", "write config, grid and steps as one JSON object; - prints it", target_or_output, "FILE")
 
 
 @command("report", "write a page about a run: loss, speed, memory, bytes", "report:report")
@@ -526,7 +581,7 @@ def report_options(command: argparse.ArgumentParser) -> None:
       fourfold report runs/one --out one.html
     """
     option(command, "folder", "the run's folder", Path, "RUN")
-    option(command, "--out", "the page to write; default: RUN/report.html", Path, "FILE.html")
+    option(command, "--out", "the page to write; default: RUN/report.html", target, "FILE.html")
 
 
 @command("sample", "generate text with a trained model", "sample:sample")
@@ -539,7 +594,7 @@ def sample_options(command: argparse.ArgumentParser) -> None:
       fourfold sample runs/one --step 500 --grid x=2
     """
     option(command, "folder", "the run's folder", Path, "RUN")
-    option(command, "--prompt", "the text to continue; default: empty", metavar="TEXT", default="")
+    option(command, "--prompt", "the text to continue; default: empty", metavar="TEXT", default="", may_be_empty=True)
     option(command, "--tokens", "maximum number of new tokens", whole, default=200)
     option(command, "--temperature", "0 always takes the most likely token", number, "T", default=0.8)
     option(command, "--top-k", "sample from the N most likely tokens; default: all", whole)
@@ -619,7 +674,7 @@ def lengths_options(command: argparse.ArgumentParser) -> None:
     option(command, "--tokenizer", "a tokenizer.json for text", metavar="FILE", default="bytes")
     option(command, "--column", "the key or column with the text", metavar="NAME", default="text")
     option(command, "--eod", "the token that ends a document; for a .bin its id; default: as it is recorded")
-    option(command, "--json", "write everything as JSON; - prints it instead of the table", metavar="FILE")
+    option(command, "--json", "write everything as JSON; - prints it instead of the table", target_or_output, "FILE")
 
 
 @command("checkpoint", "list, inspect, verify and convert checkpoints", None)
@@ -689,7 +744,7 @@ def convert_options(command: argparse.ArgumentParser) -> None:
     flag(direction, "--to-dcp", "write a folder that torch.distributed.checkpoint.load reads")
     flag(direction, "--from-dcp", "read a folder that torch.distributed.checkpoint.save wrote")
     prefix = "prefix of the parameters' keys in a DCP folder from elsewhere; default: model. if any key has it"
-    option(command, "--prefix", prefix)
+    option(command, "--prefix", prefix, may_be_empty=True)
 
 
 @command("import", "make a run from a Hugging Face model folder", "import_export:run_import")
@@ -737,7 +792,7 @@ def calibrate_options(command: argparse.ArgumentParser) -> None:
       torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend fourfold --rdzv-endpoint node0:29400 \\
           -m fourfold.cli calibrate --out cluster.toml --seconds 180
     """
-    option(command, "--out", "the machine file to write", Path, "FILE.toml", required=True)
+    option(command, "--out", "the machine file to write", target, "FILE.toml", required=True)
     ranks = "number of local ranks to start; default: the number of GPUs, or of cores if there is no GPU"
     option(command, "--ranks", ranks, whole)
     option(command, "--device", DEVICE, choices=DEVICES)
@@ -765,9 +820,9 @@ def launch_options(command: argparse.ArgumentParser) -> None:
         command,
         "--devices",
         "number of devices; required if the config's grid is auto",
-        whole,
+        world,
     )
-    option(command, "--per-node", "devices per node; default: from the config's plan.machine", whole)
+    option(command, "--per-node", "devices per node; default: from the config's plan.machine", world)
     option(command, "--tries", "maximum number of times to start the run", whole, default=5)
     slurm = command.add_argument_group("SLURM only")
     time = "time limit as hours:minutes:seconds or days-hours:minutes; the run saves before it"
@@ -809,7 +864,7 @@ def doctor_options(command: argparse.ArgumentParser) -> None:
     option(ahead, "--device", DEVICE, choices=DEVICES)
     option(ahead, "--out", "the future run's folder; it is left unchanged", metavar="RUN")
     option(ahead, "--set", SET, setting, "SECTION.KEY=VALUE", dest="changes", action="append", default=[])
-    option(ahead, "--json", "write the checks and measurements as JSON; - prints them", metavar="FILE")
+    option(ahead, "--json", "write the checks and measurements as JSON; - prints them", target_or_output, "FILE")
 
 
 MICRO = "number of micro-batches of a step"
@@ -845,7 +900,7 @@ def show_options(command: argparse.ArgumentParser) -> None:
       fourfold schedule show blocks:4 --pipe 2 --micro 8 --csv > blocks.csv
     """
     option(command, "name", "name of the schedule", schedule_name, "NAME")
-    option(command, "--pipe", "number of pipe ranks", positive, "N", required=True)
+    option(command, "--pipe", "number of pipe ranks", world, "N", required=True)
     option(command, "--micro", MICRO, positive, "N", required=True)
     option(command, "--chunks", "stages of each rank; default: the fewest that the schedule takes", positive, "N")
     option(command, "--seconds", f"{STAGE_SECONDS}; default: 1,1,1", stage_seconds, "F,B,W")
@@ -864,7 +919,7 @@ def find_options(command: argparse.ArgumentParser) -> None:
       fourfold schedule find --pipe 4 --micro 16 --seconds 43,43,43 --hop 5 --memory 5
       fourfold schedule find --pipe 2 --chunks 1 --micro 6 --seconds 1,1,1/1.5,1.5,1 --csv > found.csv
     """
-    option(command, "--pipe", "number of pipe ranks", positive, "N", required=True)
+    option(command, "--pipe", "number of pipe ranks", world, "N", required=True)
     option(command, "--micro", MICRO, positive, "N", required=True)
     option(command, "--chunks", "stages of each rank; default: 1, 2 and 4 are tried", positive, "N")
     placement = "how stages are dealt: loop, or wave, down the ranks and up again; default: both are tried"
@@ -918,9 +973,9 @@ def show_experts_options(command: argparse.ArgumentParser) -> None:
       fourfold experts show runs/moe --expert 8 --node 4 --json -
     """
     option(command, "folder", "the run's folder", Path, "RUN")
-    option(command, "--expert", EXPERT_RANKS, positive, "N")
-    option(command, "--node", EXPERT_NODE, positive, "N")
-    option(command, "--json", "write everything as JSON; - prints it instead of the text", metavar="FILE")
+    option(command, "--expert", EXPERT_RANKS, world, "N")
+    option(command, "--node", EXPERT_NODE, world, "N")
+    option(command, "--json", "write everything as JSON; - prints it instead of the text", target_or_output, "FILE")
 
 
 @command("experts place", "renumber experts, so that ranks have equal loads", "experts:place_experts")
@@ -935,8 +990,8 @@ def place_experts_options(command: argparse.ArgumentParser) -> None:
       fourfold experts place runs/moe --expert 8 --node 4 --out runs/even
     """
     option(command, "folder", "the run's folder", Path, "RUN")
-    option(command, "--expert", EXPERT_RANKS, positive, "N")
-    option(command, "--node", EXPERT_NODE, positive, "N")
+    option(command, "--expert", EXPERT_RANKS, world, "N")
+    option(command, "--node", EXPERT_NODE, world, "N")
     option(command, "--out", "the folder to write, which must not exist yet; default: RUN-placed", Path, "FOLDER")
 
 

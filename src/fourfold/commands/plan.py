@@ -44,6 +44,7 @@ from fourfold.report.plan_text import (
 )
 from fourfold.report.units import plural
 from fourfold.train.config import (
+    MOST_TOKENS,
     BatchSection,
     CheckpointSection,
     GridSection,
@@ -155,6 +156,8 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")
+    if (options.batch_tokens or 0) > MOST_TOKENS:
+        raise ValueError(f"--batch-tokens {options.batch_tokens:g}: a step has at most {MOST_TOKENS} tokens")
     if isinstance(options.devices, list):
         check_numbers(options)
     failure_rates(options)
@@ -165,10 +168,6 @@ def check(options: argparse.Namespace) -> None:
     if options.price is not None and options.tokens is None:
         raise ValueError(f"--price {options.price:g} needs the length of the training; give --tokens, such as 300G")
     _check_why(options)
-    for name in ("config", "html", "trace", "json"):  # now, because the search may take a minute
-        path = getattr(options, name)
-        if path not in (None, "-") and not Path(path).parent.is_dir():
-            raise FileNotFoundError(f"--{name} {path}: the folder {Path(path).parent} does not exist; make it first")
 
 
 def check_numbers(options: argparse.Namespace) -> None:

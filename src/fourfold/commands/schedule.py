@@ -16,6 +16,8 @@ from fourfold.schedule.play import Played, StageSeconds, equal_seconds, play
 from fourfold.schedule.stages import PLACEMENTS, place
 from fourfold.schedule.text import STYLES, PictureLine, from_csv, picture, plain, summary, to_csv
 
+MOST_RANKS, MOST_PASSES = 1024, 1 << 15
+"""The largest schedule that is drawn: that of 64 ranks with 8 stages and 64 micro-batches, which takes seconds."""
 TRIED = (1, 2, 4)
 """Chunks that are tried if --chunks says nothing: more rarely gain, because each brings more messages."""
 
@@ -23,6 +25,7 @@ TRIED = (1, 2, 4)
 def show(options: argparse.Namespace, _: Sequence[str]) -> int:
     """Draw a named schedule; return the exit code."""
     chunks = options.chunks or (BUILDERS[options.name][1].start if options.name in BUILDERS else 1)
+    require_drawable(options.pipe, chunks, options.micro)
     schedule = named(options.name, options.pipe, chunks, options.micro)
     if options.csv:
         print(to_csv(schedule), end="")
@@ -31,10 +34,20 @@ def show(options: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
+def require_drawable(pipe: int, chunks: int, micro: int) -> None:
+    """Raise if a schedule is too large to be found or drawn in a time that somebody waits for."""
+    if pipe > MOST_RANKS or pipe * chunks * micro > MOST_PASSES:
+        raise ValueError(
+            f"--pipe {pipe} with {chunks} stages of each rank and --micro {micro} is {pipe * chunks * micro} forward "
+            f"passes; a schedule here has at most {MOST_PASSES}, of at most {MOST_RANKS} ranks"
+        )
+
+
 def find_schedule(options: argparse.Namespace, _: Sequence[str]) -> int:
     """Find the fastest schedule, list what was tried, and draw it; return the exit code."""
     tried: list[tuple[str, int, FoundSchedule]] = []
     for chunks in chunks_of(options):
+        require_drawable(options.pipe, chunks, options.micro)
         different = PLACEMENTS if chunks > 1 else PLACEMENTS[:1]  # with one chunk all placements are the same
         for placement in [options.placement] if options.placement else different:
             placed = place(placement, options.pipe, chunks)

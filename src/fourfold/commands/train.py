@@ -62,7 +62,7 @@ from fourfold.train.checkpoints import (
 from fourfold.train.config import AUTO, TrainConfig, read_config
 from fourfold.train.console import write_data
 from fourfold.train.language_model import build_model, vocab_of
-from fourfold.train.launch import RestartPolicy, launch, share_cores, wait_after_restart
+from fourfold.train.launch import RestartPolicy, launch, require_startable, share_cores, wait_after_restart
 from fourfold.train.loop import Run, open_sources, open_sources_here
 from fourfold.train.planning import Hardware, count_steps, memory_bytes, remarks, resolve
 from fourfold.train.progress import PlainProgress, ProgressBar, RankLog, RunLog, note, output, predicted, progress
@@ -163,7 +163,10 @@ def hardware(options: argparse.Namespace, asked: TrainConfig, device: str) -> tu
     cluster its defaults are those of `fourfold plan --config`.
     """
     if not options.print_config or options.device is not None or asked.plan.machine == AUTO:
-        return device, memory_bytes(device), wanted_ranks(asked, options.ranks, device)
+        ranks = wanted_ranks(asked, options.ranks, device)
+        if not options.print_config:
+            require_startable(ranks)  # before a grid is searched for them
+        return device, memory_bytes(device), ranks
     machine = load_machine(asked.plan.machine)
     ranks = options.ranks or (machine.devices_per_node if asked.grid.auto else None)
     # no GPU of this machine is counted

@@ -176,6 +176,8 @@ def prepare(
     out = Path(out).expanduser()
     if out.suffix != ".tokens":
         raise ValueError(f"{out}: the name of a token file ends in .tokens; write {out.with_suffix('.tokens')}")
+    if out.is_dir():
+        raise IsADirectoryError(f"{out} is a folder; give the path of a file to write")
     if not files:
         raise ValueError(f"{out}: there is no input; name files, folders or {STANDARD_LIBRARY}")
     total, done = sum(file.size for file in files), 0

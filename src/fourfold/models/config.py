@@ -111,12 +111,7 @@ class ModelConfig:
     """Number by which a router's bias for the choice of an expert moves in a step, towards equal use; 0 has no bias."""
 
     def __post_init__(self) -> None:
-        for name, kind in MODEL_FIELDS.items():
-            value = getattr(self, name)
-            if kind is int and value < (name not in MAY_BE_ZERO):
-                raise ValueError(f"{name}={value} must be at least {int(name not in MAY_BE_ZERO)}")
-            if get_origin(kind) is Literal and value not in get_args(kind):
-                raise ValueError(f"{name}={value!r} is none of {get_args(kind)}")
+        self._check_values()
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}; "
@@ -126,16 +121,40 @@ class ModelConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
         self._check_scaling()
         self._check_mixture()
+        self._check_product()
         for name in ("dropout", "attention_dropout"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"{name}={value} must be at least 0 and below 1")
 
+    def _check_values(self) -> None:
+        """Check each field by itself."""
+        for name, kind in MODEL_FIELDS.items():
+            value = getattr(self, name)
+            least = int(name not in MAY_BE_ZERO)
+            if kind is int and not least <= value <= MOST.get(name, LARGEST_SIZE):
+                raise ValueError(f"{name}={value} must be at least {least} and at most {MOST.get(name, LARGEST_SIZE)}")
+            if kind is float and value is not None and not 0 <= value < inf:
+                raise ValueError(f"{name}={value} must be a finite number of at least 0")
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise ValueError(f"{name}={value!r} is none of {get_args(kind)}")
+
+    def _check_product(self) -> None:
+        """Check the sizes together: each may be possible, and all of them absurd."""
+        if self.parameters > MOST_PARAMETERS:
+            sizes = sorted(
+                (name for name, kind in MODEL_FIELDS.items() if kind is int), key=lambda it: -getattr(self, it)
+            )
+            raise ValueError(
+                f"these sizes make {self.parameters:.3g} parameters, and a model has at most {MOST_PARAMETERS:.0e}; "
+                f"the largest are {', '.join(f'{name}={getattr(self, name)}' for name in sizes[:3])}"
+            )
+
     def _check_scaling(self) -> None:
+        if not self.rope_theta > 0:
+            raise ValueError(f"rope_theta={self.rope_theta} must be above 0")
         if self.rope_factor < 1:
             raise ValueError(f"rope_factor={self.rope_factor} must be at least 1")
-        if self.rope_attention < 0:
-            raise ValueError(f"rope_attention={self.rope_attention} must be at least 0")
         if self.rope_scaling in ("llama3", "yarn") and not 0 < self.rope_slow < self.rope.fast:
             raise ValueError(f"rope_slow={self.rope_slow} must be above 0 and below rope_fast={self.rope.fast}")
 
@@ -166,10 +185,7 @@ class ModelConfig:
             )
 
     def _check_numbers(self) -> None:
-        for name in ("aux", "z_loss", "bias_rate", "capacity"):
-            if not 0 <= (value := getattr(self, name)) < inf:
-                raise ValueError(f"{name}={value} must be a number from 0 up; 0 leaves it out")
-        if not 0 < self.route_scale < inf:
+        if not self.route_scale > 0:
             raise ValueError(f"route_scale={self.route_scale} must be a number above 0; 1 changes nothing")
 
     def _check_groups(self) -> None:
@@ -309,6 +325,12 @@ OF_A_MIXTURE = (
     "top_groups", "capacity", "moe_reads", "aux", "z_loss", "bias_rate",
 )  # fmt: skip
 """The fields that need `experts`."""
+MOST = {"layers": 1 << 16}
+"""The most of a size that costs work by itself; other sizes may have `LARGEST_SIZE`."""
+LARGEST_SIZE = (1 << 31) - 1
+"""The largest size of a model, which torch's kernels can still index."""
+MOST_PARAMETERS = 10**16
+"""A thousand times the largest models; larger numbers are slips of the keyboard or damaged files."""
 MAY_BE_ZERO = ("experts", "expert_hidden", "shared_hidden", "dense_layers")
 """The whole numbers that may be 0, which stands for none."""
 MODEL_FIELDS: dict[str, Any] = {**get_type_hints(ModelConfig), "attention_dropout": float}

@@ -325,7 +325,8 @@ def figures(run: RunData) -> dict[str, Figure]:
         "imbalance": _imbalance(run),
         "balance": _balance(run.experts),
     }
-    steps = [*_ends(run.steps.steps), *_ends(run.evaluations.steps), *_ends(list(run.skipped))]
+    counted = [] if run.experts is None else run.experts.steps  # a file of its own: metrics.jsonl may have none of them
+    steps = [*_ends(run.steps.steps), *_ends(run.evaluations.steps), *_ends(list(run.skipped)), *_ends(counted)]
     for figure in filter(None, by_step.values()):
         # The same range for all of them: plotly would leave a different margin for the marks of each.
         room = max(0.5, 0.012 * (max(steps) - min(steps)))

@@ -15,12 +15,13 @@ from io import StringIO
 from math import gcd
 from pathlib import Path
 
+from fourfold.errors import shortened
 from fourfold.schedule.action import Action, Kind, Schedule, ScheduleError
 from fourfold.schedule.play import ActionSpan, Played
 
 TO_TORCH: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 FROM_TORCH = {word: kind for kind, word in TO_TORCH.items()}
-CELL = re.compile(r"(\d+)([FIBW])(\d+)", re.ASCII)
+CELL = re.compile(r"(\d{1,6})([FIBW])(\d{1,6})", re.ASCII)
 IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
 """Cells of torch's lowered format, which say what follows from the order of the actions."""
 TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
@@ -69,7 +70,13 @@ def from_csv(text: str) -> Schedule:
 
     A stage is on the first rank that runs it. There are as many stages and micro-batches as the largest numbers say.
     """
-    orders = [tuple(_actions(row, rank)) for rank, row in enumerate(csv.reader(text.splitlines()))]
+    try:
+        rows = list(csv.reader(text.splitlines()))
+    except csv.Error as error:  # such as a cell of more than 128 KiB, or a quote that is not closed
+        raise ScheduleError(
+            f"the file is no CSV ({error}); write one line per rank with cells such as 0F0,0B0"
+        ) from error
+    orders = [tuple(_actions(row, rank)) for rank, row in enumerate(rows)]
     every = [action for order in orders for action in order]
     if not every:
         raise ScheduleError("the file has no action; write one line per rank with cells such as 0F0,0B0")
@@ -99,8 +106,8 @@ def _actions(row: Sequence[str], rank: int) -> Iterator[Action]:
                 yield Action(FROM_TORCH[found[2]], int(found[1]), int(found[3]))
             elif each and not IGNORED.fullmatch(each):
                 raise ScheduleError(
-                    f"rank {rank}, cell {place + 1}: {cell!r} is no action; write stage, kind and micro-batch, such as "
-                    "0F3, with F forward, I backward for inputs, W for weights, B for both",
+                    f"rank {rank}, cell {place + 1}: {shortened(cell)!r} is no action; write stage, kind and "
+                    "micro-batch, such as 0F3, with F forward, I backward for inputs, W for weights, B for both",
                     rank=rank,
                 )
 

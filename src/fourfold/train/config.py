@@ -43,6 +43,10 @@ AUTO = "auto"
 """The value of keys that `planning.resolve` fills in."""
 Dtype = Literal["fp32", "bf16", "fp64"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+MOST_TOKENS = 1 << 34
+"""The most tokens of a step: a thousand times what the largest runs have."""
+MOST_MICRO_STEPS = 1 << 16
+"""The most micro-batches of a step: beyond this a plan and the records of a step have no end."""
 BYTES = "bytes"
 """The name of the tokenizer that needs no file."""
 SCHEDULE_FILE = "schedule.csv"
@@ -464,6 +468,11 @@ class BatchSection:
 
     def __post_init__(self) -> None:
         require_at_least(self, rows=0, seq=0, micro_steps=0)
+        if max(self.rows, self.seq, self.tokens) > MOST_TOKENS or self.micro_steps > MOST_MICRO_STEPS:
+            raise ValueError(
+                f"rows={self.rows}, seq={self.seq}, micro_steps={self.micro_steps}: a step has at most {MOST_TOKENS} "
+                f"tokens and {MOST_MICRO_STEPS} micro-batches"
+            )
         if self.micro_steps and self.rows % self.micro_steps:
             near = -(-self.rows // self.micro_steps) * self.micro_steps
             raise ValueError(
@@ -603,8 +612,8 @@ class LogSection:
 
     def __post_init__(self) -> None:
         require_at_least(self, companions_every=0)
-        if self.peak_flops is not None and not self.peak_flops > 0:
-            raise ValueError(f"peak_flops={self.peak_flops} must be above 0")
+        if self.peak_flops is not None and not 0 < self.peak_flops < inf:
+            raise ValueError(f"peak_flops={self.peak_flops} must be above 0 and finite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -802,6 +811,10 @@ def _put(table: dict[str, Any], key: str, value: Any) -> None:
     unknown = section not in sections or name not in table_of(section)
     if unknown and (answer := explain_synonym(key, value)):
         raise ValueError(answer)
+    if not dot and section in sections:
+        raise ValueError(
+            f"{key!r} is a section; write {key}.KEY=value with one of its keys, {', '.join(table_of(key))}"
+        )
     if not dot or section not in sections:
         near = nearest(section, sections)
         if homes := [each for each in sections if not dot and key in table_of(each)]:

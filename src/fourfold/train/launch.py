@@ -76,6 +76,8 @@ GRACE = 30.0
 MARGIN = 30
 """Seconds beyond their grace after which whoever started the ranks kills them. The ranks print and flush in that
 time."""
+RANKS_OF_A_CORE = 64
+"""The most ranks that a core can start. Even tests have fewer than 16, and thousands would stop the whole machine."""
 MAX_PAUSE = 60.0
 """The most seconds between the death of ranks and their next start: a fault that lasts, such as a full disk, must not
 cause hundreds of starts, and a minute is short beside the hours that it may last."""
@@ -141,6 +143,7 @@ def launch(
     restarted, up to `restarts` times in a row without progress, after a pause that doubles each time. They have `start`
     seconds to join the job, and after a signal `grace` seconds to end.
     """
+    require_startable(ranks)
     policy = policy or RestartPolicy()
     fork_server.keep_exit_codes()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
@@ -254,7 +257,7 @@ def _end(rank: int, failure: ProcessFailure) -> RankEnd:
 
 def restart_pause(times: int) -> float:
     """Return the seconds to wait before ranks that died without progress are started for the n-th time again."""
-    return min(2.0 ** (times - 1), MAX_PAUSE)
+    return min(2.0 ** min(times - 1, 10), MAX_PAUSE)  # the number comes from torchrun, and a power may overflow
 
 
 def wait_after_restart() -> None:
@@ -377,6 +380,15 @@ def report_failure(message: str, kind: Failure, *, elsewhere: bool = False, whol
         return
     shown = message if whole else message.partition("\n")[0]
     print(f"fourfold: error: {rank_name()}{shown}", file=sys.stderr, flush=True)
+
+
+def require_startable(ranks: int) -> None:
+    """Raise if this machine cannot start so many ranks: each is a process that imports torch."""
+    if ranks > (most := RANKS_OF_A_CORE * cores()):
+        raise ValueError(
+            f"{ranks} ranks on the {cores()} cores of this machine: at most {most} can start here; start fewer, or use "
+            "torchrun or SLURM on more machines"
+        )
 
 
 @cache

@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
+from math import isnan
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -29,6 +30,8 @@ MEANING, OWNER = "meaning", "owner"
 """Keys of a dataclass field's metadata: its meaning as a text, or the class in which the field has its docstring."""
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 """The plain types of values, as errors and comments name them."""
+LARGEST = (1 << 63) - 1
+"""The largest whole number of a config, which is that of torch."""
 COMMENT_WIDTH = 100
 """Columns of a comment in a TOML text; longer lines are hard to read."""
 
@@ -105,9 +108,15 @@ def _one_of(kinds: list[Any], value: Any, path: str) -> Any:
 
 def _plain(kind: type, value: Any, path: str) -> Any:
     if kind is float and type(value) is int:
-        return float(value)  # 1 in TOML is a fine value for a number
+        value = _plain(int, value, path) * 1.0  # 1 in TOML is a fine value for a number
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):  # True is an int too
         raise ValueError(f"{path} = {_shown(value)}; it must be {WORDS[kind]}")
+    if isinstance(value, str) and not value.strip():  # as a path it would be the working directory
+        raise ValueError(f"{path} is an empty text, perhaps a variable that is not set; give a value, or leave it out")
+    if isinstance(value, float) and isnan(value):
+        raise ValueError(f"{path} = nan; it must be a number")
+    if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{path} = {_shown(value)}; whole numbers go up to {LARGEST}")
     return value
 
 
