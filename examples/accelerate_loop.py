@@ -1,6 +1,6 @@
 """accelerate with gradient accumulation on a 4D grid.
 
-torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/accelerate_loop.py
+torchrun --nproc-per-node 4 examples/accelerate_loop.py
 """
 
 import torch

@@ -1,11 +1,11 @@
 """The same training on several grids of the same ranks.
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/compare_grids.py
+    torchrun --nproc-per-node 4 examples/compare_grids.py
 
 The losses are equal; the seconds per step and the bytes that a rank sends over each axis differ. Prints a table and, if
 plotly is installed, writes an HTML file with a figure. A larger model on grids of your choice:
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 8 examples/compare_grids.py \
+    torchrun --nproc-per-node 8 examples/compare_grids.py \
         --model gpt-125m --rows 64 --seq 1024 x=8 z=8 x=2,z=4
 """
 

@@ -1,6 +1,6 @@
 """Lightning Fabric on a 4D grid.
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/fabric_loop.py
+    torchrun --nproc-per-node 4 examples/fabric_loop.py
 
 `ModelParallelStrategy` passes the model to your own function instead of wrapping it in DDP, and gives all processes of
 a tensor-parallel group the same rows. Its tensor-parallel groups are our places: ranks that differ only in x and y.

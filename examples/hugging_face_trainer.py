@@ -1,6 +1,6 @@
 """Hugging Face's Trainer on a 4D grid.
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/hugging_face_trainer.py
+    torchrun --nproc-per-node 4 examples/hugging_face_trainer.py
 
 The Trainer recognises that a parallelised model reduces its own gradients, so it neither wraps nor moves the model.
 Only the rows that a process reads must be set here, because ranks that differ only in x and y read the same rows.

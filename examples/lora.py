@@ -1,11 +1,11 @@
 """Fine-tune a Hugging Face Llama with LoRA (peft) on a 4D grid.
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/lora.py
+    torchrun --nproc-per-node 4 examples/lora.py
 
 By default a tiny random model learns to count. Frozen layers have no gradients and no optimizer state, and need no
 communication for either. To fine-tune a real model from its folder on a text of yours:
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 8 examples/lora.py \
+    torchrun --nproc-per-node 8 examples/lora.py \
         --model llama/ --text notes.txt --grid x=2,z=4 --learning-rate 2e-4 \
         --seq 512
 """

@@ -1,6 +1,6 @@
 """Your own module and your own loop, on a 4D grid.
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/own_loop.py
+    torchrun --nproc-per-node 4 examples/own_loop.py
 
 It saves every other step. Started again with a larger `STEPS`, on any grid and any number of ranks, it resumes.
 """

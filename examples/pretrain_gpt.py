@@ -1,11 +1,11 @@
 """Pretrain a GPT with the library's own pieces.
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/pretrain_gpt.py
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py
 
 By default it trains a tiny model on the source of Python's standard library. Started again with more `--steps`, on any
 grid and any number of ranks, it resumes from its newest checkpoint. A larger model:
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 8 examples/pretrain_gpt.py \
+    torchrun --nproc-per-node 8 examples/pretrain_gpt.py \
         --model gpt-125m --grid z=8 --data texts/ --seq 1024 --rows 256
 """
 

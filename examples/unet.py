@@ -1,11 +1,11 @@
 """A U-Net that removes noise from images, on a 4D grid.
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/unet.py
+    torchrun --nproc-per-node 4 examples/unet.py
 
 Convolutions, group norms and skip connections in ordinary PyTorch: `ff.parallelize` shards channels over x and y, and
 images over z and data. The images are generated discs on a plain background. A larger model:
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 8 examples/unet.py \
+    torchrun --nproc-per-node 8 examples/unet.py \
         --grid x=2,z=4 --widths 64 128 256 --size 128 --rows 64 --steps 1000
 """
 

@@ -16,6 +16,7 @@ import gc
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -187,6 +188,8 @@ def python(*arguments: str) -> int:
 def torchrun(*arguments: str) -> int:
     from torch.distributed.run import main
 
+    with socket.create_server(("", 0)) as free:  # plain torchrun always takes port 29500, and tests run side by side
+        os.environ["PET_MASTER_PORT"] = str(free.getsockname()[1])
     with ranks():
         main(list(arguments))
     return 0

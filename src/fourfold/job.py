@@ -181,12 +181,22 @@ def find_store(environment: Environment, seconds: float) -> dist.Store:
             raise ValueError(_cannot_serve(host, port, error)) from error
     try:
         _await_server(host, port, seconds)
-        return dist.TCPStore(host, port, timeout=timeout)
+        store = dist.TCPStore(host, port, timeout=timeout)
+        return dist.PrefixStore(f"start {starts_before()}", store) if _finds_old_keys(environment) else store
     except (OSError, RuntimeError) as error:
         raise TimeoutError(
             f"joining the job: no store answers at {host}:{port} (MASTER_ADDR, MASTER_PORT) within {seconds:g} s; see "
             f"whether {_server()} was started, and whether this node reaches that address"
         ) from error
+
+
+def _finds_old_keys(environment: Environment) -> bool:
+    """Return whether the store has keys of ranks that are gone: torchrun's own rendezvous keeps one for all starts.
+
+    On one node all ranks know how often they were started. On several, agents count by themselves, and
+    `--rdzv-backend fourfold` makes a new store for each start.
+    """
+    return agent_has_store() and starts_before() > 0 and environment.local_world == environment.world
 
 
 def _await_server(host: str, port: int, seconds: float) -> None:

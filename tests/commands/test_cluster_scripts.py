@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -10,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fourfold.cli import main
+from fourfold.commands.cluster_scripts import yaml_lines
 
 PLANNED = """
 [model]
@@ -43,10 +44,12 @@ def test_a_slurm_script_is_well_formed(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert given == {
         "job-name": "fourfold", "nodes": "8", "ntasks-per-node": "4", "gpus-per-node": "4", "time": "2-12:00:00",
-        "signal": "TERM@630", "open-mode": "append", "account": "physics", "cpus-per-task": "16",
+        "signal": "TERM@630", "output": "fourfold-%j.log", "open-mode": "append", "account": "physics",
+        "cpus-per-task": "16",
     }  # fmt: skip
     assert "#SBATCH --requeue" in script
-    [run] = [line for line in script.splitlines() if "srun" in line]
+    assert "# YOURS: " in script and "module load" in script and "--container-image" in script
+    [run] = [line for line in script.splitlines() if line.lstrip().startswith("srun")]
     words = shlex.split(run.split("&&")[0])
     assert words[words.index("train") + 1 :] == [str(tmp_path / "run.toml"), "--resume", "/shared/runs/a b"]
 
@@ -69,8 +72,40 @@ def test_the_script_tries_again_up_to_a_bound(
 
 def manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     asked = ["--k8s", "--out", "/runs/one", "--image", "registry/fourfold:1", "--claim", "shared"]
-    items = json.loads(written(tmp_path, capsys, *asked, *options))["items"]
+    items = yaml.safe_load_all(written(tmp_path, capsys, *asked, *options))
     return {item["kind"]: item for item in items}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLANNED.lstrip(),
+        "a = 1\n",
+        "\n",
+        "a = 1",
+        "  x = 1\n",
+        "a: é\n\tb\n",
+        "# ü\nb = 2\n",
+        "\na\n \nb\n",
+        "\n\na\n\n  b \n",
+        "# a\n# b\n",
+        "-\n\n",
+    ],
+)
+def test_a_config_is_the_same_in_a_manifest(text: str) -> None:
+    value = {
+        "data": {"run.toml": text},
+        "list": [{"a": 1, "b": [True, None, "x: y"]}, ["#", ["- "]], {}, []],
+        "end": 0.5,
+    }
+    assert yaml.safe_load("\n".join(yaml_lines(value))) == value
+
+
+def test_a_config_can_be_read_in_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--k8s", "--out", "/runs/one", "--image", "registry/fourfold:1", "--claim", "shared"]
+    text = written(tmp_path, capsys, *asked, config=PLANNED.lstrip())
+    assert '  run.toml: |\n    [model]\n    name = "gpt-125m"\n    [grid]\n' in text
+    assert "{" not in text and text.startswith('apiVersion: "v1"\nkind: "ConfigMap"\n')
 
 
 def test_a_manifest_has_a_pod_for_each_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def test_plan_a_cluster_says_what_a_wider_network_gives(capsys: pytest.CaptureFi
             assert re.search(rf"^{row.candidate.shape} +{row.seconds:.2f} ", said, re.MULTILINE)
 
 
-ON_ONE_NODE = "--rdzv-backend fourfold --nproc-per-node 4"
+ON_ONE_NODE = "--nproc-per-node 4"
 
 
 def test_every_example_is_tested_and_in_the_table() -> None:

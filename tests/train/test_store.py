@@ -99,6 +99,28 @@ def test_ranks_on_one_node_listen_on_the_loopback_alone(
         assert (tmp_path / f"rank-{rank}").read_text() == "127.0.0.1"
 
 
+def test_plain_torchrun_restarts_ranks_of_one_node_and_warns_of_nothing_else(tmp_path: Path) -> None:
+    """Its store keeps the addresses of ranks that are gone; those that come after must not wait for them."""
+    script, errors = tmp_path / "script.py", tmp_path / "errors"
+    script.write_text(
+        "import os, sys, fourfold as ff\n"
+        "grid = ff.Grid(data=2, device='cpu')\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and grid.rank == 1:\n"
+        "    os._exit(7)\n"
+        "assert grid.broadcast_text('hello') == 'hello'\n"
+        "open(f'{sys.argv[1]}/rank-{grid.rank}', 'w').close()\n"
+        "grid.close()\n"
+    )
+    options = "--nproc-per-node", "2", "--max-restarts", "1"
+    process = warm.Process(warm.torchrun, *options, str(script), str(tmp_path), stderr=errors)
+    try:
+        assert process.wait(120) == 0, errors.read_text()
+    finally:
+        process.kill()
+    assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}
+    assert "run.py" not in errors.read_text(), "torchrun warns of an option of the command"
+
+
 @pytest.mark.parametrize(
     ("env", "chosen"),
     [

@@ -4,7 +4,8 @@ Both start the same command on every device of the grid, send SIGTERM early enou
 it dies, up to a bound. The command resumes from the newest checkpoint by itself, so a restart is always safe.
 
 Nothing from a config reaches a shell unquoted: names may only have plain characters, the words of the command are
-quoted, and the manifest is JSON, which Kubernetes reads like YAML.
+quoted, and so are the texts of the manifest. The config stands in the manifest as it is, so that people can read and
+change it there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ SCRIPT = """\
 #!/usr/bin/env bash
 {limits}
 #SBATCH --requeue
+
+# YOURS: what makes `python -m fourfold.cli` work on every node, such as
+#   module load cuda && source /shared/venv/bin/activate
+# In a container, put its options behind srun below, such as srun --container-image=... (enroot) or
+#   srun ... apptainer exec --nv image.sif python ...
 
 # the run resumes from its newest checkpoint; exit code 143 means that it was asked to stop and has saved
 for try in $(seq {tries}); do
@@ -122,6 +128,7 @@ def slurm(options: argparse.Namespace, nodes: int, per_node: int, stop_seconds: 
         "gpus-per-node": per_node,
         "time": options.time,
         "signal": f"TERM@{stop_seconds}",
+        "output": f"{options.name}-%j.log",
         "open-mode": "append",  # a requeued job continues the log of the first one
         "partition": options.partition,
         "account": options.account,
@@ -186,4 +193,34 @@ def kubernetes(options: argparse.Namespace, nodes: int, per_node: int, stop_seco
         item("Service", "v1", spec={"clusterIP": "None", "selector": {"app": name}}),
         item("Job", "batch/v1", spec=job),
     ]
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
+    return "\n---\n".join("\n".join(yaml_lines(item)) for item in items)
+
+
+def is_block(text: str) -> bool:
+    """Return whether a text can be a block of YAML as it is: several whole lines without tabs or special characters."""
+    *lines, end = text.split("\n")
+    begins = next(filter(None, lines), " ")
+    plain = all(line.isprintable() and not line.isspace() for line in lines)
+    return len(lines) > 1 and not end and bool(lines[-1]) and not begins.startswith(" ") and plain
+
+
+def yaml_lines(value: dict[str, Any] | list[Any]) -> Iterator[str]:
+    """Yield a mapping or a list as lines of YAML; a text of several lines is a block, any other is written as in JSON.
+
+    YAML reads all of JSON, so whatever stands in a text, it stays one.
+    """
+    for key, one in value.items() if isinstance(value, dict) else (("-", one) for one in value):
+        head = key if key == "-" else f"{key}:"
+        if isinstance(one, (dict, list)) and one:
+            first, *rest = yaml_lines(one)
+            if head == "-":  # the first line of an entry stands beside its dash
+                yield f"- {first}"
+            else:
+                yield head
+                yield f"  {first}"
+            yield from (f"  {line}" if line else line for line in rest)
+        elif isinstance(one, str) and is_block(one):
+            yield f"{head} |"
+            yield from (f"  {line}" if line else line for line in one.removesuffix("\n").split("\n"))
+        else:
+            yield f"{head} {json.dumps(one)}"

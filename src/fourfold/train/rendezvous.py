@@ -1,10 +1,11 @@
 """The rendezvous of elastic agents: on one node over the loopback, on several nodes at one address each.
 
-    torchrun --rdzv-backend fourfold --nproc-per-node 4 ...                              one node
     torchrun --rdzv-backend fourfold --rdzv-endpoint node0:29400 --nnodes 4 ...          several nodes
+    torchrun --rdzv-backend fourfold --rdzv-endpoint localhost --nproc-per-node 4 ...    one node in an open network
 
 torch's own rendezvous listens on all interfaces of a machine, so whoever reaches any of them reaches the job. It also
-keeps one store for all starts, in which restarted ranks would find the addresses of ranks that are gone.
+keeps one store for all starts, in which restarted ranks would find the addresses of ranks that are gone. On one node
+`job.find_store` looks past those, so plain torchrun is enough there.
 
 torchrun loads this file wherever Fourfold is installed, so the file imports little.
 """
