@@ -323,7 +323,7 @@ def test_json_on_standard_output_is_all_there_is(tmp_path: Path, capsys: pytest.
 def test_a_module_has_no_config(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "test_search:my_model", "--machine", "dgx-h100", "--devices", "2"]
     assert main([*arguments, "--batch-tokens", "512", "--seq", "128", "--config", "x.toml"]) == 1
-    assert "fourfold train cannot train the module" in capsys.readouterr().err
+    assert "fourfold train takes a function that returns the plain module" in capsys.readouterr().err
 
 
 def test_a_plain_module_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

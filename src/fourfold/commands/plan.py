@@ -206,7 +206,9 @@ def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machi
         raise ValueError(f"--model {options.model}: your own module is planned on all grids; leave out --grid")
     if options.config is not None:
         raise ValueError(
-            f"--config: fourfold train cannot train the module {options.model}; write your own training loop"
+            f"--config: {options.model} is planned as a function of grid and policy; fourfold train takes a function "
+            "that returns the plain module, as model.name, and the grid of this plan as --grid "
+            "(docs/trainer.md#models-of-your-own)"
         )
     placeholder = models.config("gpt-tiny")  # a task needs a config, but the search for a module never reads it
     task = make_task(options, placeholder, machine, options.seq, options.devices)

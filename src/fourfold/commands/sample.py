@@ -19,6 +19,11 @@ from fourfold.train.launch import launch
 from fourfold.train.signals import raise_on_signals
 
 
+def visible(text: str) -> str:
+    """Return a text without characters that a terminal obeys, such as a bell or an escape: those are spelled out."""
+    return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
+
+
 def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print the prompt and the generated text."""
     if not (options.folder / "config.toml").is_file():
@@ -52,6 +57,6 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         stop=tokenizer.eod,
     )
     if grid.rank == 0:
-        print(options.prompt + tokenizer.decode(found))
+        print(options.prompt + visible(tokenizer.decode(found)))
     close(grid)
     return 0

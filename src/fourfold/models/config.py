@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf, log
@@ -340,9 +341,32 @@ MODEL_FIELDS: dict[str, Any] = {**get_type_hints(ModelConfig), "attention_dropou
 def config(name: str, **changes: Any) -> ModelConfig:
     """Return the published size of that name, with some fields changed."""
     if name not in SIZES:
-        raise ValueError(f"there is no model {name!r}{nearest(name, list(SIZES))}; there are {', '.join(SIZES)}")
+        raise ValueError(f"there is no model {name!r}{nearest_size(name)}; there are {', '.join(SIZES)}")
     require_fields(changes)
     return ModelConfig(**{**SIZES[name], **changes})
+
+
+OF_HUGGING_FACE = {"gpt2": "gpt-125m", "gpt2-small": "gpt-125m", "gpt2-xl": "gpt-1.4b"}
+"""Names that people know, with the size of ours that is closest in its kind and number of parameters."""
+
+
+def nearest_size(name: str) -> str:
+    """Return words about a name that is no size: the size that was probably meant, and how to bring any other model.
+
+    A name with other numbers is not a typing error but another model: gpt2 is not gpt-20b.
+    """
+    bring = "; a model of Hugging Face is named by the folder of its config.json: hf download NAME --local-dir FOLDER"
+    if like := OF_HUGGING_FACE.get(name.lower().rpartition("/")[2]):
+        return f" (the nearest is {like!r}{bring})"
+
+    def numbers(text: str) -> list[float]:
+        return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
+
+    def alike(size: str) -> bool:
+        pairs = list(zip(numbers(name), numbers(size), strict=False))
+        return len(numbers(name)) <= len(numbers(size)) and all(0.8 * a <= b <= 1.25 * a for a, b in pairs)
+
+    return nearest(name, list(filter(alike, SIZES))) or f" ({bring.removeprefix('; ')})"
 
 
 def require_fields(names: Iterable[str], where: str = "") -> None:

@@ -22,9 +22,8 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from fourfold.errors import nearest
 from fourfold.grid import Grid
-from fourfold.models.config import MODEL_FIELDS, ModelConfig, config, require_fields
+from fourfold.models.config import MODEL_FIELDS, ModelConfig, config, nearest_size, require_fields
 from fourfold.models.hugging_face import read_config_json
 from fourfold.models.sizes import SIZES
 from fourfold.models.transformer import build
@@ -72,9 +71,7 @@ def open_model(text: str) -> OpenedModel:
             f"there is no {path}; a model is {FORMS}; nothing is fetched from the Hugging Face hub: download its "
             "config.json"
         )
-    raise ValueError(
-        f"there is no model {text!r}{nearest(text, list(SIZES))}; a model is {FORMS}; sizes: {', '.join(SIZES)}"
-    )
+    raise ValueError(f"there is no model {text!r}{nearest_size(text)}; a model is {FORMS}; sizes: {', '.join(SIZES)}")
 
 
 def config_json_path(text: str) -> Path:
@@ -154,9 +151,7 @@ def _from_toml(path: Path) -> ModelConfig:
         raise ValueError(f"{path} is not TOML: {error}") from error
     base = fields.pop("base", None)
     if base is not None and base not in SIZES:
-        raise ValueError(
-            f"{path}: there is no model base={base!r}{nearest(str(base), list(SIZES))}; sizes: {', '.join(SIZES)}"
-        )
+        raise ValueError(f"{path}: there is no model base={base!r}{nearest_size(str(base))}; sizes: {', '.join(SIZES)}")
     sizes = {} if base is None else SIZES[base]
     return _make_config({**sizes, **fields}, str(path))
 

@@ -69,12 +69,23 @@ def progress(stream: IO[str], steps: int, done: int = 0) -> PlainProgress:
     return (ProgressBar if bar else PlainProgress)(stream, steps, done)
 
 
+def round_number(most: float) -> int:
+    """Return the largest of 1, 2, 5, 10, 20, 50, ... that is not above `most`; at least 1."""
+    if most < 2:
+        return 1
+    power = 10 ** (len(str(int(most))) - 1)
+    return next(digit * power for digit in (5, 2, 1) if digit * power <= most)
+
+
 class PlainProgress:
-    """Prints a line for the first and the last step, and in between for every tenth of the run or every ten seconds."""
+    """Prints a line for the first and the last step, and in between for every tenth of the run or every ten seconds.
+
+    The steps in between are round numbers.
+    """
 
     def __init__(self, stream: IO[str], steps: int, done: int = 0) -> None:
         self.stream, self.steps, self.done = stream, steps, done
-        self._every = max(1, steps // 10)  # about ten lines for a run that is quick
+        self._every = round_number(steps / 10)  # about ten lines for a run that is quick
         self._began = self._last = time.monotonic()
         self._headed = False
 
@@ -90,17 +101,20 @@ class PlainProgress:
     def _show(self, event: RunEvent) -> None:
         """Print the line of a step, if one is due."""
         step, now = event["step"], time.monotonic()
-        if step not in (self.done + 1, self.steps) and step % self._every and now - self._last < LINE_SECONDS:
+        each = max(1e-9, (now - self._began) / (step - self.done))
+        late = now - self._last >= LINE_SECONDS and step % min(self._every, round_number(LINE_SECONDS / each)) == 0
+        if step not in (self.done + 1, self.steps) and step % self._every and not late:
             return
         self._last = now
         if not self._headed:
             self._headed = True
             self.say(HEADER)
-        left = (now - self._began) / (step - self.done) * (self.steps - step)
-        sent = ", ".join(f"{axis} {count / 1e6:.2f} MB" for axis, count in event["wire_bytes"].items()) or "nothing"
+        left = each * (self.steps - step)
+        shown = duration(left) if left >= 1 else "0 s"
+        sent = ", ".join(f"{axis} {count / 1e6:.2f} MB" for axis, count in event["wire_bytes"].items()) or "-"
         self.say(
             f"{step:>7} {event['loss']:>8.4f} {event['grad_norm']:>9.3f} {event['learning_rate']:>8.1e} "
-            f"{event['tokens_per_second']:>9.0f} {percent(event['mfu']):>6} {duration(left):>11}   {sent}"
+            f"{event['tokens_per_second']:>9.0f} {percent(event['mfu']):>6} {shown:>11}   {sent}"
         )
 
     def close(self) -> None:
