@@ -34,7 +34,7 @@ from fourfold.policy import Policy
 from fourfold.wrap import whole_tensors
 from fourfold.wrap.grid_tensor import GridTensor
 from harness import grid_of
-from people_blocks import BLOCKS
+from people_blocks import BLOCKS, Draws, Stateful
 from people_losses import ENDINGS, OF_WEIGHTS, PENALTIES, Batch, Results, draw_batch, weights_outside
 
 TOLERANCE = 1e-9
@@ -181,8 +181,9 @@ def fitting(case: Case, draws: Random) -> Case:
     if case.ending == "outside: gradient penalty":  # attention of torch's cannot be differentiated twice
         case = replace(case, blocks=(draws.choice(("mlp", "film", "norm by hand", "many operations")),), penalty="")
         case = replace(case, stem=case.stem if case.stem in GIVEN else "linear")
-    if case.shape.z > 1 and set(case.blocks) & BY_PLACE:  # as under FSDP places must use the same layers
-        case = replace(case, blocks=tuple(block for block in case.blocks if block not in BY_PLACE) or ("mlp",))
+    case = without(case, BY_PLACE if case.shape.z > 1 else set())  # as under FSDP places must use the same layers
+    if "companions" in case.sorts:  # these are refused only where the check can tell them from chance
+        case = without(case, {name for name, kind in BLOCKS.items() if kind.by_chance})
     if "energy and forces" in case.blocks and case.loop == "evaluated first":  # no gradients in inference mode
         case = replace(case, loop="evaluated between")
     if "teacher in buffers" in case.blocks and (case.loop == "two forwards" or case.shared):  # torch refuses it too
@@ -196,6 +197,10 @@ def fitting(case: Case, draws: Random) -> Case:
     if case.places > 1 and "batch norm" in case.sorts and case.rows == 1 and case.seq == 1:
         case = replace(case, seq=3)
     return case
+
+
+def without(case: Case, blocks: set[str]) -> Case:
+    return replace(case, blocks=tuple(block for block in case.blocks if block not in blocks) or ("mlp",))
 
 
 # models
@@ -418,9 +423,27 @@ def by_place(case: Case, batch: Batch) -> list[dict[str, Tensor]]:
     ]
 
 
-def alone(case: Case, model: Model, batch: Batch) -> tuple[Tensor, list[Pass]]:
+Drawn = list[list[Tensor]]
+"""The random numbers of a pass, by block and in the order in which they were drawn."""
+
+
+def give(model: Model, drawn: list[Drawn], places: Iterable[int]) -> None:
+    """Let the next pass use what these places drew for their rows. One number for all rows is repeated for each."""
+    blocks = [module for module in model.modules() if isinstance(module, Draws)]
+    for at, block in enumerate(blocks if drawn else ()):
+        block.given = [
+            by_rows(each, model.case.rows) for each in zip(*(drawn[place][at] for place in places), strict=True)
+        ]
+
+
+def by_rows(numbers: Iterable[Tensor], rows: int) -> Tensor:
+    return torch.cat([own if own.dim() else own.expand(rows, 1, 1) for own in numbers])
+
+
+def alone(case: Case, model: Model, batch: Batch, drawn: list[Drawn]) -> tuple[Tensor, list[Pass]]:
     """What one process computes: the loss whose gradient counts, and what each place should see."""
     ending = ENDINGS[case.ending]
+    give(model, drawn, range(case.places))
     if not model.training or (ending.rule == "batch" or (case.together and ending.inside)):
         whole = run(case, model, batch, None)
         return whole.loss, [Pass(rows_of(whole.results, case, place), whole.loss) for place in range(case.places)]
@@ -433,7 +456,8 @@ def alone(case: Case, model: Model, batch: Batch) -> tuple[Tensor, list[Pass]]:
             passes.append(Pass(results, loss))
     else:
         passes = []
-        for part in by_place(case, batch):
+        for place, part in enumerate(by_place(case, batch)):
+            give(model, drawn, [place])
             with unchanged(model, last=len(passes) == case.places - 1):
                 passes.append(run(case, model, part, None))
     return torch.stack([each.loss for each in passes]).mean(), passes
@@ -449,6 +473,7 @@ def unchanged(model: Model, *, last: bool) -> Iterator[None]:
     of its own, for autograd may need those of the place before."""
     modules = list(model.modules())
     counts = {module: module.calls for module in modules if hasattr(module, "calls")}
+    states = {module: module.state() for module in modules if isinstance(module, Stateful)}
     buffers = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.clone()
@@ -457,6 +482,8 @@ def unchanged(model: Model, *, last: bool) -> Iterator[None]:
         return
     for module, calls in counts.items():
         module.calls = calls
+    for module, state in states.items():
+        module.set_state(state)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
 
@@ -476,6 +503,8 @@ class Side:
     step: int = 0
     leaf: Tensor = field(default_factory=lambda: torch.empty(0))
     """The input of the last pass, where the loop asked for its gradient."""
+    drawn: list[Any] = field(default_factory=list)
+    """The random numbers of each pass: a `Drawn` of this place on a grid, and one of each place on one process."""
 
     def forward(self, micro: int = 0, name: str = "", *, leaf: bool = False, shift: Tensor | float = 0.0) -> Tensor:
         """A forward pass on a batch; keeps what is compared and returns the loss."""
@@ -488,12 +517,16 @@ class Side:
             self.leaf = batch["x"].requires_grad_()
         if self.grid is None:
             with mock.patch.object(ff, "whole_batch", lambda rows: rows):  # here one process has the whole batch
-                loss, passes = alone(self.case, self.model, batch)
+                loss, passes = alone(self.case, self.model, batch, self.drawn.pop(0) if self.drawn else [])
             self.found[f"{name}: passes"] = [
                 ({key: plain(value) for key, value in each.results.items()}, plain(each.loss)) for each in passes
             ]
             return loss
         own = run(self.case, self.model, batch, self.grid)
+        self.drawn.append([module.noted for module in self.model.modules() if isinstance(module, Draws)])
+        for module in self.model.modules():
+            if isinstance(module, Draws):
+                module.noted = []
         self.found[f"{name}: pass"] = {key: plain(value) for key, value in own.results.items()}, plain(own.loss)
         return own.loss
 
@@ -720,21 +753,50 @@ class Verdict:
 def check(case: Case) -> Verdict:
     """Run by every rank."""
     one = Side(case, build(case), None)
+    if any(isinstance(module, Draws) for module in one.model.modules()):
+        return check_drawn(case, one)
+    if (bad := run_alone(one)) is not None:
+        return bad
+    two, refused = run_on_grid(case)
+    return refused or compared(case, one.found, two.found, grid_of(case.shape))
+
+
+def check_drawn(case: Case, one: Side) -> Verdict:
+    """The same for a model that draws random numbers: one process is given those that the places have drawn."""
+    two, refused = run_on_grid(case)
+    every: list[Any] = [None] * case.shape.world
+    dist.all_gather_object(every, (place_of(case, two.grid), None if refused else two.drawn))
+    by_place = {place: drawn for place, drawn in every if drawn is not None}
+    if refused or len(by_place) < case.places:
+        return refused or Verdict("refused", "on another place; use the same rule on all")
+    one.drawn = [list(each) for each in zip(*(by_place[place] for place in range(case.places)), strict=True)]
+    return run_alone(one) or compared(case, one.found, two.found, two.grid)
+
+
+def run_alone(one: Side) -> Verdict | None:
     try:
         for _ in train(one):
             pass
     except Exception:
         return Verdict("BAD", " ".join(traceback.format_exc().splitlines()[-3:]))
+    return None
+
+
+def run_on_grid(case: Case) -> tuple[Side, Verdict | None]:
     grid, step = grid_of(case.shape), -1
+    two = Side(case, build(case), grid)
     try:
         policy = Policy(activations=case.mode, **dict(case.options))  # type: ignore[arg-type]
-        model = ff.parallelize(build(case), grid, policy=policy)
-        two = Side(case, model, grid)  # type: ignore[arg-type]
+        ff.parallelize(two.model, grid, policy=policy)
         for step in train(two):  # noqa: B007
             pass
     except Exception as error:
-        return judged(error, step)
-    return compared(case, one.found, two.found, grid)
+        return two, judged(error, step)
+    return two, None
+
+
+def place_of(case: Case, grid: Grid) -> int:
+    return grid.coords["data"] * case.shape.z + grid.coords["z"]
 
 
 WAY_OUT = re.compile(
@@ -803,7 +865,7 @@ def compared(case: Case, one: dict[str, Any], two: dict[str, Any], grid: Grid) -
         if not value.isfinite().all():
             return Verdict("diverged", f"{name} is not finite on one process")
     comparison = Comparison(one)
-    place = grid.coords["data"] * case.shape.z + grid.coords["z"]
+    place = place_of(case, grid)
     for name in sorted(tensors_in(one).keys() | tensors_in(two).keys()):
         if name not in one or name not in two:
             comparison.wrong.append(f"{name} is on one side only")

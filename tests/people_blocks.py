@@ -4,16 +4,19 @@ A block is written as it would be for one process; none of them knows of a grid,
 `ff.whole_batch` because the package asks for it. `Kind.sort` says what a block needs of the grid.
 """
 
-# ruff: noqa: ARG002  # every block is built from width and sequence length, and few need both
+# ruff: noqa: ARG002, ARG005  # every block is built from width and sequence length, and few need both
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,6 +24,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
+from fourfold.wrap.grid_tensor import to_whole
 
 Sort = Literal["rows", "batch norm", "companions", "whole batch"]
 
@@ -34,18 +38,20 @@ class Kind:
     rows, by code of the block's own; the same through `ff.whole_batch`."""
     multiple: int = 1
     """What the width must be a multiple of."""
+    by_chance: bool = False
+    """It draws random numbers that no check can draw again for the same rows."""
 
 
 BLOCKS: dict[str, Kind] = {}
 
 
 def block(
-    name: str, sort: Sort = "rows", multiple: int = 1, **options: Any
+    name: str, sort: Sort = "rows", multiple: int = 1, by_chance: bool = False, **options: Any
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Register a class whose constructor takes width and sequence length."""
 
     def register(kind: type) -> type:
-        BLOCKS[name] = Kind(lambda width, seq: kind(width, seq, **options), sort, multiple)
+        BLOCKS[name] = Kind(lambda width, seq: kind(width, seq, **options), sort, multiple, by_chance)
         return kind
 
     return register
@@ -1400,3 +1406,165 @@ class OtherRow(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         return 0.7 * h + 0.3 * self.b(h.roll(1, 0))
+
+
+# state kept in Python
+
+
+class Stateful(Two):
+    """A block with state outside of its buffers: `state` gives it, and `set_state` puts it back."""
+
+    def state(self) -> Any:
+        raise NotImplementedError
+
+    def set_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+TOTALS: list[int] = []
+"""A number for each block that counts in a global."""
+
+
+def count_in_total(number: int) -> None:
+    TOTALS[number] += 1
+
+
+class Tally:
+    __slots__ = ("calls", "seen")
+
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, []
+
+    def note(self, length: int) -> None:
+        self.calls += 1
+        self.seen.append(length)
+
+
+@block("counts in Python")
+class CountsInPython(Stateful):
+    """In an iterator, an array, an object, a global and a closure; each count changes the result."""
+
+    def __init__(self, width: int, seq: int) -> None:
+        super().__init__(width, seq)
+        self.ticks, self.hits, self.tally, self.number = itertools.count(1), np.zeros(2), Tally(), len(TOTALS)
+        self.own = [0]
+        TOTALS.append(0)
+
+        def count() -> None:
+            self.own[0] += 1
+
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x + self.b(self.a(x))
+        self.hits[1] += 1
+        self.tally.note(len(self.tally.seen))
+        self.count()
+        count_in_total(self.number)
+        counts = next(self.ticks), self.hits[1], self.tally.calls, self.own[0], TOTALS[self.number]
+        return x + self.b(self.a(x)) / sum((at + 1) * float(count) for at, count in enumerate(counts))
+
+    def state(self) -> Any:
+        tally = self.tally.calls, list(self.tally.seen)
+        return copy.copy(self.ticks), self.hits.copy(), tally, self.own[0], TOTALS[self.number]
+
+    def set_state(self, state: Any) -> None:
+        self.ticks, self.hits[:], tally, self.own[0], TOTALS[self.number] = state
+        self.tally.calls, self.tally.seen = tally
+
+
+@block("hooks that count and collect")
+class HooksThatCount(Stateful):
+    def __init__(self, width: int, seq: int) -> None:
+        super().__init__(width, seq)
+        self.shapes: list[int] = []
+        self.calls_of_b = 0
+        self.a.register_forward_hook(lambda _, __, out: self.shapes.append(out.dim()))
+        self.b.register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls_of_b += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return x + self.b(h) / (1 + sum(self.shapes) + self.calls_of_b)
+
+    def state(self) -> Any:
+        return list(self.shapes), self.calls_of_b
+
+    def set_state(self, state: Any) -> None:
+        self.shapes[:], self.calls_of_b = state
+
+
+@block("average of weights inside")
+class AverageInside(Stateful):
+    """An average of weights in parameters that nothing trains; evaluation uses it."""
+
+    def __init__(self, width: int, seq: int) -> None:
+        super().__init__(width, seq)
+        self.slow = copy.deepcopy(self.a).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x + self.b(self.slow(x))
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.a.parameters(), strict=True):
+                slow.lerp_(fast, 0.3)
+        return x + self.b(self.a(x))
+
+    def state(self) -> Any:
+        return [parameter.detach().clone() for parameter in self.slow.parameters()]
+
+    def set_state(self, state: Any) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.slow.parameters(), state, strict=True):
+                parameter.copy_(value)
+
+
+# random numbers
+
+
+class Draws(Two):
+    """A block that draws random numbers in training. It notes them, so that one process can be given the same."""
+
+    def __init__(self, width: int, seq: int) -> None:
+        super().__init__(width, seq)
+        self.noted: list[Tensor] = []
+        self.given: list[Tensor] = []
+        self.own, self.numpy = torch.Generator().manual_seed(width), np.random.default_rng(width)
+
+    def drawn(self, x: Tensor) -> Tensor:
+        """Numbers for each row, or one for all."""
+        raise NotImplementedError
+
+    def numbers(self, x: Tensor) -> Tensor:
+        if self.given:
+            return self.given.pop(0)
+        drawn = self.drawn(x).detach()
+        if torch._C._current_graph_task_id() == -1:  # not where backward runs the block again
+            self.noted.append(to_whole(drawn))
+        return drawn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)) * self.numbers(x)) if self.training else x + self.b(self.a(x))
+
+
+DRAWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "noise by row": lambda m, x: torch.randn_like(x),
+    "normal distribution by row": lambda m, x: torch.distributions.Normal(x.detach(), 0.5).rsample(),
+    "drop path": lambda m, x: x.new_empty(len(x), 1, 1).bernoulli_(0.5) / 0.5,
+    "drawn in place": lambda m, x: torch.empty_like(x).uniform_(0.5, 1.5),
+    "masked tokens": lambda m, x: (torch.rand(x.shape[:2]).argsort(1) % 2).to(x).unsqueeze(-1),
+    "steps by row": lambda m, x: torch.randint(1, 9, (len(x),)).to(x)[:, None, None] / 9,
+    "probabilities of rows": lambda m, x: torch.bernoulli(x.detach().sigmoid()),
+    "own generator by row": lambda m, x: torch.rand(x.shape, generator=m.own, dtype=x.dtype),
+    "one number for all": lambda m, x: torch.rand((), dtype=x.dtype) + random.random(),
+}
+BY_CHANCE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "numpy by row": lambda m, x: torch.as_tensor(np.random.rand(len(x), 1, 1)).to(x),
+    "own numpy by row": lambda m, x: torch.as_tensor(m.numpy.random((len(x), x.shape[1], 1))).to(x),
+    "row by row": lambda m, x: torch.stack([torch.rand(x.shape[1:], dtype=x.dtype) for _ in range(len(x))]),
+}
+for _name, _drawn in (DRAWS | BY_CHANCE).items():
+    block(f"random: {_name}", by_chance=_name in BY_CHANCE)(type("Draws", (Draws,), {"drawn": _drawn}))

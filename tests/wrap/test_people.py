@@ -53,6 +53,12 @@ KEPT = [
     Case(20, Z, blocks=("rows that attend to rows, whole batch",)),
     Case(21, XZ, ending="inside: contrastive, whole batch", wrap="dict"),
     Case(32, Z, ending="inside, by hand: sum over count", wrap="tuple"),
+    Case(33, Z, blocks=("random: noise by row",), ending="inside: cross entropy", wrap="dict"),
+    Case(34, DATA, blocks=("counts in Python", "hooks that count and collect")),
+    Case(35, Z, blocks=("average of weights inside",), loop="evaluated between"),
+    Case(36, XZ, blocks=("random: drop path",), ending="inside, by hand: squares", wrap="tuple"),
+    Case(37, Z, blocks=("random: numpy by row",), ending="inside, by hand: squares", wrap="dataclass"),
+    Case(38, Z, blocks=("random: own generator by row", "batch statistics by hand")),
 ]
 """Cases that once differed in silence or failed without a way out."""
 
