@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fourfold as ff
-from fourfold.grid import Shape
+from fourfold.grid import Grid, Shape
 from fourfold.params import whole_tensor
 from harness import grid_of
 
@@ -397,3 +399,12 @@ class Centred(Keeps):
 def test_models_with_state_are_checked(ranks) -> None:
     for said in ranks(2).run(remember, Shape(z=2)):
         assert all("ff.whole_batch(tensor)" in text for text in said.values()), said
+
+
+def test_attributes_with_names_of_the_grids_are_refused() -> None:
+    for name, own in dict(clock=itertools.count(), gradients=nn.Linear(2, 2)).items():
+        model = Keeps()
+        setattr(model, name, own)
+        with pytest.raises(ValueError, match=f"rename the model's own attribute '{name}'"):
+            ff.parallelize(model, Grid.alone())
+        assert not isinstance(model.a.weight, DTensor)  # it is as it was

@@ -92,6 +92,7 @@ def parallelize(
     policy.require_any_module()
     _check_context(grid, policy, rows_dim)
     _refuse_compiled(model)
+    _refuse_own_names(model)
     rows_dims = (rows_dim,) if rows_dim is not None else (0,)
     if rows_dim is None and not all(getattr(module, "batch_first", True) for module in model.modules()):
         rows_dims = (0, 1)  # torch's own modules may take the sequence first, and perhaps the model does too
@@ -156,6 +157,17 @@ def _refuse_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or (dynamo and isinstance(module, dynamo.OptimizedModule)):
             raise compile_error(name)
+
+
+def _refuse_own_names(model: nn.Module) -> None:
+    """Refuse a model with attributes of its own where training loops look for the grid's (`_register`)."""
+    for name, kind in dict(gradients=Gradients, clock=StepRng).items():
+        found = getattr(model, name, None)
+        if found is not None and not isinstance(found, kind):
+            raise ValueError(
+                f"{type(model).__name__}.{name} is a {type(found).__name__}, and ff.parallelize puts a {kind.__name__} "
+                f"there; rename the model's own attribute {name!r}"
+            )
 
 
 def _context_of(model: nn.Module, grid: Grid, policy: Policy, rows_dims: Sequence[int]) -> ModelContext:
