@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import stat
+import threading
+import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from fourfold.cli import main
+from fourfold.environment import machine_name
 from fourfold.grid import Grid
+from fourfold.train import run_folder
 from fourfold.train.progress import EVENTS, LOG, RANK_LOGS, RankLog, RunLog, note
-from fourfold.train.run_folder import check_folder, deny_others_write, make_folder
+from fourfold.train.run_folder import (
+    LOCK,
+    FolderLock,
+    check_folder,
+    deny_others_write,
+    make_folder,
+    require_unowned,
+)
 
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ")
 STEP = {
@@ -121,6 +134,79 @@ def test_a_folder_that_holds_something_else_is_refused_and_keeps_its_permissions
     for name in ("data", "logs", "checkpoints", ".metrics.jsonl.partial", "slurm-12.out"):
         (before / name).mkdir(parents=True)
     check_folder(before, save=False)  # what a start that died has left
+
+
+def test_without_file_locks_an_owner_that_lives_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on Lustre or NFS without locks: the owner counts, and whoever wants the folder watches the count."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", no_locks)
+    monkeypatch.setattr(run_folder, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(run_folder, "WATCH_SECONDS", 0.6)
+    owner = FolderLock(tmp_path)
+    monkeypatch.setattr(run_folder.time, "time", lambda: 0.0)  # no clock is compared with another
+    for wants in (FolderLock, require_unowned):
+        with pytest.raises(BlockingIOError, match=rf"another job \(process {os.getpid()} on .*\) is training in"):
+            wants(tmp_path)
+    owner.require_held()
+    assert "has no file locks; looks for 0.6 s whether its last owner (process" in capsys.readouterr().err
+    owner.release()
+    began = time.monotonic()
+    require_unowned(tmp_path)
+    assert time.monotonic() - began < 0.3, "a folder that was released is free"
+
+    # an owner on another node was killed: its count stands still
+    lock = tmp_path / LOCK
+    lock.write_text("process 7 on node3\nnode3/boot/pid 7 100\nabc\n41")
+    began = time.monotonic()
+    taken = FolderLock(tmp_path)
+    assert time.monotonic() - began >= 0.6
+    taken.release()
+    # one of this machine that has ended needs no watching
+    monkeypatch.setattr(run_folder, "WATCH_SECONDS", 60.0)
+    lock.write_text(f"process 7 on here\n{machine_name()} {os.getpid()} 1\nabc\n41")
+    taken = FolderLock(tmp_path)
+
+    # the owner was stopped for long, and another job has taken the folder meanwhile
+    lock.write_text("process 9 on node4\nnode4/boot/pid 9 100\ndef\n1")
+    until = time.monotonic() + 10
+    while not taken._taken_by:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    with pytest.raises(BlockingIOError, match=r"another job .process 9 on node4. is training"):
+        taken.require_held()
+    taken.release()
+    assert "node4" in lock.read_text(), "the lock is the other's"
+
+
+def test_of_two_jobs_that_start_together_without_file_locks_one_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", no_locks)
+    monkeypatch.setattr(run_folder, "BEAT_SECONDS", 0.3)
+    monkeypatch.setattr(run_folder, "WATCH_SECONDS", 1.0)
+    (tmp_path / LOCK).write_text("process 7 on node3\nnode3/boot/pid 7 100\nabc\n41")
+    found: list[FolderLock] = []
+
+    def take() -> None:
+        with suppress(BlockingIOError):
+            found.append(FolderLock(tmp_path))
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 1
+    found[0].require_held()
+    found[0].release()
 
 
 def test_what_is_written_from_then_on_is_ours(tmp_path: Path) -> None:

@@ -676,7 +676,9 @@ class Run:
         self._record(event)
 
     def _record_saved(self) -> None:
-        """Record the checkpoints that were completed since the last call."""
+        """Record the checkpoints that were completed since the last call, if the folder is still this job's."""
+        if self._lock is not None:
+            self._lock.require_held()
         for event in () if self.saving is None else self.saving.completed():
             self._record(event)
 

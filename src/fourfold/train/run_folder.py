@@ -43,10 +43,13 @@ from contextlib import ExitStack, closing, suppress
 from importlib.util import find_spec
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from threading import Event, Thread
+from typing import IO, TYPE_CHECKING, Any, Protocol
+from uuid import uuid4
 
 from fourfold.atomic import replacing, write_json
 from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, require_reachable
+from fourfold.environment import machine_name, process_stat
 from fourfold.errors import End, name_some
 from fourfold.parse import parse_json
 from fourfold.train.config import LogSection, TrainConfig
@@ -72,6 +75,10 @@ DOCUMENTS = "documents"
 MOST_GROUPS = 64
 """The most context groups, or places, whose documents are recorded: a page draws no more."""
 LOCK = ".lock"
+LOCK_BYTES = 512
+"""Bytes of a lock file that has a count: the names of hosts are up to 64 bytes long."""
+BEAT_SECONDS, WATCH_SECONDS = 3.0, 15.0
+"""Seconds between two counts of an owner, and for which another job watches them: a slow file server may delay some."""
 OWN = re.compile(
     r"config\.toml|run\.json|metrics\.jsonl|experts\.bin|companions\.bin|machine\.toml|tensorboard|wandb|profile|"
     r"schedule\.csv|pipeline|documents|data|log\.txt|events\.jsonl|logs|passed-over\.json|returned\.json|watch|"
@@ -89,35 +96,134 @@ TENSORBOARD_AGAIN_SECONDS = 600
 
 
 class FolderLock:
-    """The lock with which one job owns a run's folder, until it releases the lock or its process ends."""
+    """The lock with which one job owns a run's folder, until it releases the lock or its process ends.
+
+    Where the file system has no locks (Lustre without `flock`, NFS without a lock service) the owner instead writes a
+    count into the lock file every BEAT_SECONDS. A job that wants the folder looks whether the count changes while it
+    waits by its own monotonic clock, because clocks of two machines are never compared.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock. Raise if another job has it; on a file system without locks always succeed."""
-        self._file = (folder / LOCK).open("a+")
+        """Take the lock. Raise if another job has it."""
+        self._folder, self._path = folder, folder / LOCK
+        self._mine = f"process {os.getpid()} on {socket.gethostname()}\n{_process_name()}\n{uuid4().hex}\n"
+        self._file = self._path.open("a+")
+        self._taken_by = ""
+        self._over = Event()
+        self._thread: Thread | None = None
+        try:
+            if self._locks(self._file, folder):
+                self._file.truncate(0)  # removes the name of an owner that has ended
+                self._file.write(self._mine)
+                self._file.flush()
+            else:
+                require_silent(folder)
+                self._beat(0)
+                time.sleep(BEAT_SECONDS)  # of two jobs that found the folder free now, the later one has written last
+                self._require_mine()
+                self._thread = Thread(target=self._beat_on, daemon=True)
+                self._thread.start()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @staticmethod
+    def _locks(file: IO[str], folder: Path) -> bool:
+        """Take the kernel's lock of an open file; return whether its file system has locks."""
         try:
             # flock, because the kernel releases it however the process ends: no stale lock is ever left behind
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):  # others: this file system has no locks
-                self._file.seek(0)
-                owner = self._file.read().strip() or "just started"
-                self._file.close()
-                raise BlockingIOError(
-                    f"another job ({owner}) is training in {folder}; wait until it has ended, stop it, or give another "
-                    "folder"
-                ) from error
-        self._file.truncate(0)  # removes the name of an owner that has ended
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):
+                raise _owned(folder, _read_lock(folder)) from error
+            return False
+        return True
+
+    def _beat(self, count: int) -> None:
+        """Write the owner and the count, in one piece and always of one length, so that nobody reads half of it."""
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(file, f"{self._mine}{count}".encode().ljust(LOCK_BYTES), 0)
+        finally:
+            os.close(file)
+
+    def _beat_on(self) -> None:
+        count = 0
+        while not self._over.wait(BEAT_SECONDS):
+            with suppress(OSError):  # a full disk, a server that is gone: the next beat may succeed
+                count += 1
+                found = _read_lock(self._folder)
+                if found.strip() and not found.startswith(self._mine):
+                    self._taken_by = found
+                    return
+                self._beat(count)
+
+    def _require_mine(self) -> None:
+        if not (found := _read_lock(self._folder)).startswith(self._mine):
+            raise _owned(self._folder, found)
+
+    def require_held(self) -> None:
+        """Raise if another job has taken the folder, because this one was silent for long and seemed to be gone."""
+        if self._taken_by:
+            raise _owned(self._folder, self._taken_by)
 
     def release(self) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(BEAT_SECONDS)
+        with suppress(OSError):
+            if not self._taken_by and _read_lock(self._folder).startswith(self._mine):
+                os.truncate(self._path, 0)  # while the file, and with it the lock, is still held
         self._file.close()
 
 
 def require_unowned(folder: Path) -> None:
-    """Raise if another job has locked the folder."""
+    """Raise if another job owns the folder."""
     if (folder / LOCK).exists():
-        FolderLock(folder).release()
+        with (folder / LOCK).open("a+") as file:
+            if not FolderLock._locks(file, folder):
+                require_silent(folder)
+
+
+def require_silent(folder: Path) -> None:
+    """Raise if the owner that a lock file names is alive: for one that may be, watch whether the file changes."""
+    before = _read_lock(folder)
+    names = before.splitlines()
+    if not before.strip() or (len(names) > 1 and _has_ended(names[1])):
+        return
+    warn(f"{folder} has no file locks; looks for {WATCH_SECONDS:g} s whether its last owner ({names[0]}) is alive")
+    until = time.monotonic() + WATCH_SECONDS
+    while time.monotonic() < until:
+        time.sleep(BEAT_SECONDS / 4)
+        now = _read_lock(folder)
+        if now != before:
+            if now.strip():
+                raise _owned(folder, now)
+            return
+
+
+def _process_name() -> str:
+    """Return a name for this process which no other process ever has."""
+    return f"{machine_name()} {os.getpid()} {process_stat(os.getpid())[1]}"
+
+
+def _has_ended(name: str) -> bool:
+    """Return whether the process of this name was one of this machine and has ended."""
+    machine, _, process = name.partition(" ")
+    number, _, began = process.partition(" ")
+    return machine == machine_name() and number.isdecimal() and str(process_stat(int(number))[1]) != began
+
+
+def _read_lock(folder: Path) -> str:
+    """Return the contents of a lock file; opened anew, because NFS may show an open file as it was."""
+    return (folder / LOCK).read_text(errors="replace")
+
+
+def _owned(folder: Path, lock: str) -> BlockingIOError:
+    owner = next(iter(lock.split("\n")), "").strip() or "just started"
+    return BlockingIOError(
+        f"another job ({owner}) is training in {folder}; wait until it has ended, stop it, or give another folder"
+    )
 
 
 def deny_others_write() -> None:
