@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,20 +57,42 @@ def test_a_single_rank_that_never_joins_is_named_too(monkeypatch: pytest.MonkeyP
 # --- memory
 
 
-def test_a_rank_that_the_kernel_ended_for_memory_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = iter([HostMemory(8 << 30, 1 << 30, kills=2), HostMemory(8 << 30, 1 << 30, kills=3)])
-    monkeypatch.setattr(HostMemory, "read", lambda: next(reads))
-    code, said = launched(KILLED, 1, monkeypatch, restarts=3)
-    assert code == 1
-    assert re.fullmatch(
-        r"fourfold: error: rank 0 \(process \d+\) was killed by SIGKILL: the kernel ended it because memory was full; "
-        r"the control group of this job may use 1 GiB in all; .* to use less: start fewer ranks on this machine, .*\n",
-        said,
-    )
+def test_a_rank_that_the_kernel_ended_for_memory_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the group of its launcher, or in one of its own, which a scheduler or `systemd-run --scope` gives it."""
+    for number, (of_ranks, ends, said_of) in enumerate(
+        (
+            ("job", "job", "the kernel ended it because memory was full; the control group of this job may use 1 MiB"),
+            ("own", "own", "the kernel ended it because memory was full; its control group .*/own may use 1 MiB"),
+            ("own", "job", ""),  # the launcher's group has lost another process
+        )
+    ):
+        root = tmp_path / str(number)
+        for name in ("job", "own"):
+            (root / name).mkdir(parents=True)
+            (root / name / "memory.max").write_text(f"{1 << 20}\n")
+            (root / name / "memory.events").write_text("oom_kill 2\n")
+
+        def groups(_: Path, process: int | None, root: Path = root, of_ranks: str = of_ranks) -> Any:
+            return ((root / (of_ranks if process else "job"), 2),)
+
+        monkeypatch.setattr("fourfold.watch.memory._groups", groups)
+        counted = f"open({str(root / ends / 'memory.events')!r}, 'w').write('oom_kill 3\\n')"
+        code, said = launched(
+            f"import time; time.sleep(0.8); {counted}; {KILLED}", 1, monkeypatch, restarts=1, start=2.5
+        )
+        assert code == 1
+        named = r"rank 0 \(process \d+\) was killed by SIGKILL"
+        if said_of:
+            less = r"in all; .* to use less: start fewer ranks on this machine, .*\n"
+            assert re.fullmatch(rf"fourfold: error: {named}: {said_of} {less}", said), said
+        else:
+            assert said.count("was killed by SIGKILL; the other ranks were stopped") == 2, "it was started again"
 
 
 def test_a_rank_that_somebody_killed_was_not_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostMemory, "read", lambda: HostMemory(8 << 30, 1 << 30, kills=2, machine_kills=7))
+    monkeypatch.setattr(HostMemory, "again", lambda _: HostMemory(8 << 30, 1 << 30, kills=2, machine_kills=7))
     code, said = launched(KILLED, 1, monkeypatch, restarts=1)
     assert code == 1
     assert said.count("was killed by SIGKILL; the other ranks were stopped") == 2, "it was started again"
@@ -106,6 +129,8 @@ def test_what_follows_from_the_counts() -> None:
     elsewhere = HostMemory(1 << 30, kills=0, machine_kills=1).verdict(HostMemory(1 << 30, kills=0, machine_kills=0))
     assert not elsewhere, "another group of the machine was out of memory"
     assert not HostMemory().verdict(HostMemory())
+    gone = HostMemory(1 << 30, machine_kills=1).verdict(HostMemory(1 << 30, kills=0, machine_kills=0))
+    assert "probably" in gone, "a group of its own may be removed with its last process"
 
 
 def test_an_allocation_that_failed_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fourfold.errors import Failure
 from fourfold.job import arrived
 from fourfold.watch.liveness import PAUSE, AwakeClock, Phase, RankEnd
-from fourfold.watch.memory import LESS_ON_HOST, HostMemory
+from fourfold.watch.memory import LESS_ON_HOST, MemoryWatch
 from fourfold.watch.processes import ProcessState, process_state
 
 
@@ -30,7 +30,7 @@ class Arrivals:
         self._ranks, self.seconds = ranks, seconds
         self.processes: dict[int, int] = {}
         """The process of each rank; whoever starts a rank adds it."""
-        self._memory = HostMemory.read()
+        self._memory = MemoryWatch()
         self._over = Event()
         self._named: dict[int, str] = {}
 
@@ -48,9 +48,16 @@ class Arrivals:
         with suppress(RuntimeError):  # the store is closed with the launcher
             while (missing := set(range(self._ranks)) - arrived(store, self._ranks)) and not self._over.wait(pause):
                 clock.tick(pause)
+                self._look_at_memory()
                 if clock.since(began) > self.seconds:
                     self._end(missing)
                     return
+            self._look_at_memory()  # once more: a wrapper may have moved a rank while it started
+
+    def _look_at_memory(self) -> None:
+        """Note the control groups of the ranks."""
+        for process in tuple(self.processes.values()):
+            self._memory.look(process)
 
     def _end(self, missing: set[int]) -> None:
         """Name the ranks that have not joined, and kill them; the agent ends the others when it sees that."""
@@ -69,7 +76,7 @@ class Arrivals:
             return end
         if end.rank in self._named:
             return replace(end, failure=Failure.DIAGNOSIS, message=self._named[end.rank])
-        if why := HostMemory.read().verdict(self._memory):
+        if why := self._memory.verdict(end.process):
             who = f"rank {end.rank} (process {end.process})"
             said = f"{who} was killed by SIGKILL: {why}; the other ranks were stopped; to use less: {LESS_ON_HOST}"
             return replace(end, failure=Failure.OUT_OF_MEMORY, message=said)

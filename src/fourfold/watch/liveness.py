@@ -56,7 +56,7 @@ from types import FrameType
 from fourfold.errors import Failure, LateRanksError
 from fourfold.job import Channel, ranks_text
 from fourfold.watch.diagnose import diagnose, stack_lines, whereabouts
-from fourfold.watch.memory import LESS_ON_HOST, HostMemory
+from fourfold.watch.memory import LESS_ON_HOST, MemoryWatch
 from fourfold.watch.processes import ProcessState, Siblings, describe_launcher
 from fourfold.watch.tape import DIAGNOSIS, Tape, TapeReading, read, tape_path
 
@@ -239,7 +239,7 @@ class Alarm(NoAlarm):
         self._folder: Path | None = None
         self._phase, self._entered, self._told = Phase.GROUPS, time.monotonic(), 0
         self._siblings = Siblings(self._channel)
-        self._memory = HostMemory.read()
+        self._memory, self._looked_at = MemoryWatch(), set[int]()
         self._dead: dict[int, int] = {}
         self._dead_since: float | None = None
         place = self._channel.ranks.index(self._rank)
@@ -406,13 +406,16 @@ class Alarm(NoAlarm):
 
     def _look_for_dead(self) -> None:
         self._dead = self._siblings.dead()
+        for process in self._siblings.processes - self._looked_at:
+            self._memory.look(process)
+            self._looked_at.add(process)
         if not self._dead:
             self._dead_since = None
         elif self._dead_since is None:
             self._dead_since = time.monotonic()
         elif time.monotonic() - self._dead_since > DEATH_SECONDS and not self._raised.is_set():
             who = " and ".join(f"rank {rank} (process {process})" for rank, process in sorted(self._dead.items()))
-            if why := HostMemory.read().verdict(self._memory):
+            if why := next(filter(None, map(self._memory.verdict, self._dead.values())), ""):
                 self._raise(f"saw that {who} had died: {why}; {LESS_ON_HOST}", Failure.OUT_OF_MEMORY)
             else:
                 self._raise(f"saw that {who} had died", Failure.DEATH)

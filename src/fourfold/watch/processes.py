@@ -92,6 +92,11 @@ class Siblings:
                 dead[rank] = process
         return dead
 
+    @property
+    def processes(self) -> set[int]:
+        """The processes of the siblings that are known."""
+        return {process for process, _ in self._processes.values()}
+
     def state(self, rank: int) -> ProcessState:
         """Return the state of a rank's process, without asking the store; unknown unless it is on this machine."""
         return process_state(*self._processes[rank]) if rank in self._processes else ProcessState.UNKNOWN
