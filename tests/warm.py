@@ -85,6 +85,11 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
 
+def ready() -> None:
+    """Start the forkserver, which later processes are forked from."""
+    _forkserver.ensure_running()
+
+
 def _begin(
     server: str,
     program: Callable[..., int],

@@ -78,11 +78,11 @@ def compare(grid: str, folder: Path, data: str) -> str:
     outs = {}
     for kind in ("off", "auto"):
         out = outs[kind] = folder / kind
-        given = faults.arguments(out, 4, data, "--grid", grid, *more, "--set", f"train.graph={kind}")
+        given = faults.arguments(out, grid, data, *more, "--set", f"train.graph={kind}")
         if kind == "auto":
             run(folder, *given, "--steps", str(STEPS))
             resumed = folder / "resumed"
-            given = faults.arguments(resumed, 4, data, "--grid", grid, *more, "--set", "train.graph=auto")
+            given = faults.arguments(resumed, grid, data, *more, "--set", "train.graph=auto")
             run(folder, *given, "--steps", str(STEPS // 2))
             run(folder, "train", "--resume", str(resumed), "--device", DEVICE, "--steps", str(STEPS))
             outs["resumed"] = resumed

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from fourfold.watch.liveness import (
     RankEnd,
     explain_start,
     first_cause,
+    waits_for_ranks,
 )
 from fourfold.watch.processes import ProcessState, Siblings, process_state
 from fourfold.watch.tape import DIAGNOSIS, Tape, Waits, tape_path
@@ -166,6 +168,20 @@ class FrozenStore:
 
     def clone(self) -> FrozenStore:
         return self
+
+
+def test_who_asks_a_store_that_does_not_answer_waits() -> None:
+    """Whatever it asks: no tape names every question, and a rank must notice that its launcher is stopped."""
+    store = FrozenStore()
+    channel = Channel("run", (0, 1), store, rank=0, seconds=5.0)  # type: ignore[arg-type]
+    store.runs.clear()
+    for ask in (partial(channel.put, "key", "text"), partial(channel.announced, "key"), partial(channel.drop, "key")):
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        time.sleep(0.1)
+        assert waits_for_ranks(sys._current_frames()[asking.ident or 0])
+    assert not waits_for_ranks(sys._current_frames()[threading.get_ident()])
+    store.runs.set()
 
 
 def test_a_launcher_that_was_stopped_makes_no_rank_blame_another(

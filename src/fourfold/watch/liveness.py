@@ -504,12 +504,14 @@ def main_frame() -> FrameType | None:
 def waits_for_ranks(frame: FrameType | None) -> bool:
     """Return whether a thread in this frame waits for other ranks, through the job's store or in a process group."""
     while frame is not None:
-        if frame.f_code is Channel.wait_for_keys.__code__ or frame.f_globals.get("__name__") in WAITING_MODULES:
+        if frame.f_code in WAITING_CODE or frame.f_globals.get("__name__") in WAITING_MODULES:
             return True
         frame = frame.f_back
     return False
 
 
+WAITING_CODE = (Channel.wait_for_keys.__code__, Channel._ask.__code__)
+"""Where a channel waits: for texts of other ranks, and for the store itself, whose process may be stopped."""
 WAITING_MODULES = ("torch.distributed.distributed_c10d", "fourfold.wire")
 """Modules whose functions do little else than wait for other ranks."""
 
