@@ -26,7 +26,7 @@ from fourfold.nn.layer import Layer, gather_parameters
 from fourfold.nn.norm import HeadNorm, Norm
 from fourfold.operators import once_differentiable
 from fourfold.params import local_of
-from fourfold.wrap.detect import LinearForm, norm_formula_of
+from fourfold.wrap.detect import LinearForm, NormFormula, norm_formula_of
 from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_shown, to_whole, version_of
 from fourfold.wrap.ops_sequence import own_ids
 from fourfold.wrap.placements import ChunkPlacement, RestPlacement, to_rest
@@ -176,36 +176,52 @@ def is_embedding(module: nn.Module) -> bool:
 # norms and embeddings
 
 
-class NormAdapter(LayerAdapter[Norm]):
-    """Runs a norm of the residual stream."""
+N = TypeVar("N", Norm, HeadNorm)
+
+
+class NormLikeAdapter(LayerAdapter[N]):
+    """Runs a norm, whose parameters may have any names."""
 
     treats_tokens_alike = True
+
+    def __init__(self, name: str, context: ModelContext, why: str, layer: N, formula: NormFormula) -> None:
+        super().__init__(name, context, why, layer)
+        self.formula = formula
+
+    def parameters(self) -> Mapping[str, LayerParameter]:
+        names = {"weight": self.formula.weight, "bias": self.formula.bias}
+        return {str(names[own]): (self.layer, own, PlainSlice(str(names[own]))) for own in self.layer.specs}
 
     def accepts(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         return len(args) + len(kwargs) == 1  # with more arguments than in the trial the module may do something else
 
+    def normalise(self, a: Tensor) -> Tensor:
+        """Return the norm of this rank's part."""
+        self.layer.eps = self.formula.eps_for(a.dtype)
+        return self.layer(a)
+
+
+class NormAdapter(NormLikeAdapter[Norm]):
+    """Runs a norm of the residual stream."""
+
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         (input,) = (*args, *kwargs.values())
         a = to_rest(input, self.context)
-        return a.like(self.layer(a.local))
+        return a.like(self.normalise(a.local))
 
     def describe(self) -> tuple[str, str]:
         return "w[k/y]/z: at rest", "statistics over y, w over z"
 
 
-class HeadNormAdapter(LayerAdapter[HeadNorm]):
+class HeadNormAdapter(NormLikeAdapter[HeadNorm]):
     """Runs a norm of each attention head by itself."""
-
-    treats_tokens_alike = True
-
-    accepts = NormAdapter.accepts
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         (input,) = (*args, *kwargs.values())
         by_head = isinstance(input, GridTensor) and isinstance(input.placement, ChunkPlacement)
         if not by_head or input.placement.dim == input.dim() - 1:
             input = distribute(input, ChunkPlacement(self.context, input.dim() - 2, self.context.inner_axes))
-        return input.like(self.layer(input.local))
+        return input.like(self.normalise(input.local))
 
     def describe(self) -> tuple[str, str]:
         return "w/z: each head by itself", "w over z"
@@ -217,12 +233,12 @@ def make_norm(name: str, module: nn.Module, why: str, context: ModelContext, *, 
     if formula is None:
         raise ValueError("it computes neither an RMS norm nor a LayerNorm of the last dim; give it WholeTensors()")
     place = context.grid, context.policy, formula.features
-    options: Any = dict(eps=formula.eps, shift=formula.shift)
     if not of_heads:
-        return NormAdapter(name, context, why, Norm(*place, kind=formula.kind, bias=formula.bias, **options))
+        layer = Norm(*place, kind=formula.kind, bias=formula.bias is not None, shift=formula.shift)
+        return NormAdapter(name, context, why, layer, formula)
     if formula.kind != "rms":
         raise ValueError("HeadNormParallel() is for RMS norms; give it WholeTensors()")
-    return HeadNormAdapter(name, context, why, HeadNorm(*place, **options))
+    return HeadNormAdapter(name, context, why, HeadNorm(*place, shift=formula.shift), formula)
 
 
 class EmbeddingAdapter(LayerAdapter[Embedding]):

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -275,61 +276,146 @@ class NormFormula:
 
     kind: str
     features: int
-    eps: float
+    eps: float | None
+    """None: that of torch's RMSNorm, which depends on the dtype of the input (`eps_for`)."""
     shift: float
-    bias: bool
+    weight: str
+    """The module's own names of its weight and its bias."""
+    bias: str | None
+
+    def eps_for(self, dtype: torch.dtype) -> float:
+        """Return the epsilon for an input of this dtype."""
+        return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if self.eps is None else self.eps
 
 
-EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
-"""The attribute names under which norms keep their epsilon."""
+KNOWN_NORMS: weakref.WeakKeyDictionary[type[nn.Module], dict[Hashable, NormFormula | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Results by class, as in `KNOWN_LARGE`: a model has many equal norms."""
+SMALL = 1e-8
+"""The scale of an input that is far below any epsilon, which the result therefore shows."""
+LEAST_EPS = 1e-20
+"""An epsilon below this is taken for 0, and then rows of zeros are no numbers."""
+NORM_TOLERANCE = 1e-5
+"""The largest error relative to the largest value: many norms compute in fp32 inside, ours in fp64 if the input is."""
+NORM_TRIALS = (
+    *((True, 1e-6, (2, 5)), (False, 1e-3, (1, 2, 3)), (True, 1.0, (2, 5)), (False, 1.0, (3,)), (True, 1e3, (2, 5))),
+)
+"""Mode, scale of the input, and the sizes of all its dims but the last, for each call."""
 
 
 def norm_formula_of(module: nn.Module) -> NormFormula | None:
     """Return the formula that a norm of the last dim computes; None for any other module."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    weight = own.get("weight")
-    if weight is None or weight.dim() != 1 or set(own) - {"weight", "bias"} or any(module.children()):
+    shapes = {tuple(parameter.shape) for parameter in own.values()}
+    if not own or len(own) > 2 or len(shapes) > 1 or any(len(shape) != 1 or shape[0] < 2 for shape in shapes):
         return None
-    if any(buffer is not None for buffer in module._buffers.values()):
+    if any(module.children()) or any(buffer is not None for buffer in module._buffers.values()):
         return None  # the formulas have no buffers
-    if "norm" not in type(module).__name__.lower() or any(p.shape != weight.shape for p in own.values()):
+    if not all(parameter.is_floating_point() for parameter in own.values()) or "forward" in vars(module):
         return None
-    eps = next((float(value) for name in EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None)
-    if eps is None or isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)):
-        return None
-    for kind, shift in (("rms", 0.0), ("rms", 1.0), ("layer", 0.0)):
-        formula = NormFormula(kind, len(weight), eps, shift, "bias" in own)
-        if (kind == "rms" and formula.bias) or not _computes_norm(module, formula):
-            continue
-        return formula
+    key, lasting = _key(module, own)
+    known = KNOWN_NORMS.setdefault(type(module), {}) if lasting else {}
+    if key not in known:
+        known[key] = _try_norm(module, list(own))
+    return known[key]
+
+
+def _try_norm(module: nn.Module, own: Sequence[str]) -> NormFormula | None:
+    generator = torch.Generator().manual_seed(0)
+    with _isolated():
+        drawn: dict[int, Any] = {}
+        for name in own:
+            plain: Any = module._parameters[name]
+            numbers = torch.randn(plain.shape, generator=generator, dtype=torch.float64)
+            drawn[id(plain)] = nn.Parameter(numbers * 30)
+        try:
+            tried = copy.deepcopy(module, dict(drawn))
+        except Exception:  # deepcopy may run the user's code, which may raise anything
+            return None
+        for weight in own:
+            bias = next((name for name in own if name != weight), None)
+            for kind, shift in (("rms", 0.0), ("rms", 1.0), ("layer", 0.0)):
+                if kind == "rms" and bias is not None:
+                    continue
+                formula = NormFormula(kind, drawn[id(module._parameters[weight])].numel(), 0.0, shift, weight, bias)
+                eps = _eps_of(tried, formula, generator)
+                if eps is not None and _computes_norm(tried, formula := replace(formula, eps=eps), generator):
+                    return _with_torchs_eps(tried, formula, generator)
     return None
 
 
-def _computes_norm(module: nn.Module, formula: NormFormula) -> bool:
-    """Return whether a copy of the module gives what the formula gives for random numbers."""
-    generator = torch.Generator().manual_seed(0)
-    try:
-        tried = copy.deepcopy(module).to_empty(device="cpu").double()
-    except Exception:  # deepcopy may run the user's code, which may raise anything
-        return False
-    with torch.no_grad(), torch.device("cpu"):  # on the CPU even if the caller builds the model on the meta device
-        for parameter in tried.parameters():
-            parameter.copy_(torch.randn(formula.features, generator=generator, dtype=torch.float64))
-        a = torch.randn(1, 3, formula.features, generator=generator, dtype=torch.float64) * 3 + 1
+def _eps_of(module: nn.Module, formula: NormFormula, generator: torch.Generator) -> float | None:
+    """Return the epsilon with which the formula gives what the module gives for a small input; None if none does."""
+    dtype = module._parameters[formula.weight].dtype  # type: ignore[union-attr]
+    a = (torch.randn(2, 3, formula.features, generator=generator, dtype=torch.float64) * SMALL).to(dtype)
+    with torch.no_grad():
         try:
-            out = tried(a)
+            out = module.forward(a)
         except Exception:  # the call runs the user's code, which may raise anything
+            return None
+        if not isinstance(out, Tensor) or out.shape != a.shape:
+            return None
+        out, a = out.double(), a.double()
+        centred = a if formula.kind == "rms" else a - a.mean(-1, keepdim=True)
+        scaled = centred * (module._parameters[formula.weight].double() + formula.shift)  # type: ignore[union-attr]
+        out = out if formula.bias is None else out - module._parameters[formula.bias].double()  # type: ignore[union-attr]
+        rstd = (out * scaled).sum(-1) / scaled.square().sum(-1)
+        every = rstd.square().reciprocal() - centred.square().mean(-1)
+    eps = float(every.median())
+    if not isfinite(eps) or eps < LEAST_EPS:
+        return None
+    attributes = [value for value in vars(module).values() if isinstance(value, float)]
+    # the number that somebody wrote: a module that computes in fp32 inside shows it to seven digits
+    near = [value for value in (*attributes, float(f"{eps:.3g}")) if abs(value - eps) <= NORM_TOLERANCE * eps]
+    return next(iter(near), eps)
+
+
+def _computes_norm(module: nn.Module, formula: NormFormula, generator: torch.Generator) -> bool:
+    """Return whether a module gives what the formula gives, with its gradients, and leaves nothing behind."""
+    inputs = [module._parameters[name] for name in (formula.weight, formula.bias) if name is not None]
+    for training, scale, leading in NORM_TRIALS:
+        a = torch.randn(*leading, formula.features, generator=generator, dtype=torch.float64)
+        given = torch.randn(a.shape, generator=generator, dtype=torch.float64)
+        a[..., :1, :] += 3  # rows with a mean
+        if len(leading) == 2:
+            a[0, 0] = 0
+        a = a.mul_(scale).requires_grad_()
+        before = list(_state(module.train(training)))
+        try:
+            out = module.forward(a)
+            if not isinstance(out, Tensor) or out.shape != a.shape or out.dtype != a.dtype:
+                return False
+            found = out, *torch.autograd.grad(out, [a, *inputs], given)  # type: ignore[list-item]
+        except Exception:  # forward and backward run the user's code, which may raise anything
+            return False
+        after = list(_state(module))
+        if len(after) != len(before) or not all(map(_unchanged, before, after)):
             return False
         centred = a if formula.kind == "rms" else a - a.mean(-1, keepdim=True)
-        expected = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + formula.eps)
-        expected = expected * (tried.weight + formula.shift)  # type: ignore[operator]
-        expected = expected + tried.bias if formula.bias else expected  # type: ignore[operator]
-    # loose, because many norms compute in fp32 inside
-    return (
-        isinstance(out, Tensor)
-        and out.shape == a.shape
-        and torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-4)
-    )
+        expected = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + formula.eps_for(a.dtype))
+        expected = expected * (inputs[0] + formula.shift)  # type: ignore[operator]
+        expected = expected if formula.bias is None else expected + inputs[1]  # type: ignore[operator]
+        of_formula = expected, *torch.autograd.grad(expected, [a, *inputs], given)  # type: ignore[list-item]
+        if not all(_close(one, other.detach(), NORM_TOLERANCE) for one, other in zip(found, of_formula, strict=True)):
+            return False
+    return True
+
+
+def _with_torchs_eps(module: nn.Module, formula: NormFormula, generator: torch.Generator) -> NormFormula | None:
+    """Return the formula with torch's epsilon if the module's depends on the dtype as torch's does.
+
+    None if it depends on it in another way.
+    """
+    least = torch.finfo(torch.float64).eps
+    if formula.eps is None or abs(formula.eps - least) > NORM_TOLERANCE * least:
+        return formula
+    for dtype in (torch.float32, torch.bfloat16):
+        eps = _eps_of(module.to(dtype), replace(formula, eps=0.0), generator)
+        wanted = torch.finfo(torch.float32).eps
+        if eps is None or abs(eps - wanted) > 0.1 * wanted:
+            return None
+    return replace(formula, eps=None)
 
 
 # experts

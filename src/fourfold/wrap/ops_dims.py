@@ -15,7 +15,9 @@ from torch import Size, Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from fourfold.layout import FEATURES
 from fourfold.nn.rng import seeded
+from fourfold.operators import Conjugate
 from fourfold.wrap.grid_tensor import CutTensor, GridTensor, grid_tensors_in
 from fourfold.wrap.ops import argument, functions_named, part_of, rule, run_on_local, seed_of_part
 from fourfold.wrap.placements import ChunkPlacement, FusedPlacement, RestPlacement
@@ -269,6 +271,38 @@ def repeat_interleave(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa
     dim %= len(a.shape)
     widened = a[(*[slice(None)] * (dim + 1), None)].expand(*a.shape[: dim + 1], repeats, *a.shape[dim + 1 :])
     return widened.flatten(dim, dim + 1)
+
+
+@rule(functional.layer_norm, getattr(functional, "rms_norm", None))
+def norm(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Normalise over the last dim, which may be cut: its sums travel, one number per token."""
+    a, sizes = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "normalized_shape")
+    weight, is_layer = argument(args, kwargs, 2, "weight"), func is functional.layer_norm
+    bias = argument(args, kwargs, 3, "bias") if is_layer else None
+    eps = argument(args, kwargs, 4, "eps", default=1e-5) if is_layer else argument(args, kwargs, 3, "eps")
+    if not isinstance(a, GridTensor) or type(a.placement) not in (RestPlacement, ChunkPlacement):
+        return NotImplemented
+    if tuple(sizes) != tuple(a.shape[-1:]) or eps == 0:  # then a token of padding is no number
+        return NotImplemented
+    wide = a.local.to(torch.promote_types(a.dtype, torch.float32))
+    if is_layer:
+        wide = wide - _sum_features(wide, a) / a.shape[-1]
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    unit = wide * torch.rsqrt(_sum_features(wide.square(), a) / a.shape[-1] + eps)
+    found = a.like(unit if weight is None else unit.to(torch.promote_types(unit.dtype, weight.dtype)))
+    found = found if weight is None else found * weight
+    return (found if bias is None else found + bias).to(a.dtype)
+
+
+def _sum_features(local: Tensor, a: GridTensor) -> Tensor:
+    """Return the sums over the last dim of a tensor that lies as `a`, where every rank goes on with them."""
+    placement: Any = a.placement
+    last = FEATURES if isinstance(placement, RestPlacement) else a.dim() - 1
+
+    def over_ranks(sums: Tensor) -> Tensor:
+        return placement.sum(sums, placement.layout.over(last))
+
+    return Conjugate.apply(local.sum(-1, keepdim=True), over_ranks, over_ranks)
 
 
 # operations over space, on images with channels that are cut: they treat every channel by itself

@@ -278,7 +278,7 @@ class ModelStructure:
                 self.choices[name] = self._allowed_choice(choice, self.forms[module], self.counts_around(name))
                 continue
             along_features = isinstance(choice.style, (NormParallel, EmbeddingParallel)) and module is not None
-            if along_features and module.weight.shape[-1] % y:
+            if along_features and next(module.parameters(recurse=False)).shape[-1] % y:
                 why = f"{choice.why}, but its features do not divide by y={y}"
                 self.choices[name] = replace(choice, style=WholeTensors(), why=why)
         self._fix_shared()
