@@ -283,12 +283,7 @@ class Grid:
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled; pickling any DTensor on the grid comes here, through its mesh."""
-        raise TypeError(
-            "torch.save and pickle would write this rank's shards alone, which fit nowhere else; on all ranks call "
-            "ff.save(folder, model, optimizer), which ff.load reads on any grid, or state = "
-            "fourfold.wrap.whole_tensors(model, 'state') and save that on one of them (load_state_dict takes it on any "
-            "grid), or save model.state_dict() and the optimizer's with torch.distributed.checkpoint"
-        )
+        raise shards_alone_error()
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis, or of a context group."""
@@ -432,3 +427,14 @@ def _cores_per_rank(channel: Channel) -> float:
 
 def _fewest_cores(texts: Sequence[str]) -> str:
     return str(min((text.count(",") + 1) / ranks for text, ranks in Counter(texts).items()))
+
+
+def shards_alone_error() -> TypeError:
+    """Return the error for code that would write a rank's shards as if they were the model."""
+    return TypeError(
+        "torch.save, pickle and safetensors would write this rank's shards alone, which fit nowhere else; on all ranks "
+        "call ff.save(folder, model, optimizer), which ff.load reads on any grid, or state = "
+        "fourfold.wrap.whole_tensors(model, 'state') and save that on one of them (load_state_dict takes it, or what "
+        "safetensors' load_file reads, on any grid), or save model.state_dict() and the optimizer's with "
+        "torch.distributed.checkpoint"
+    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fourfold import comm
 from fourfold.axes import FOLD
 from fourfold.engine import in_backward
-from fourfold.grid import Grid
+from fourfold.grid import Grid, shards_alone_error
 from fourfold.layout import Layout, Spec
 from fourfold.torch_hooks import GRID
 
@@ -118,6 +118,10 @@ class GridDTensor(DTensor):
         if torch.is_grad_enabled() and self.requires_grad:
             raise RuntimeError("an entry of a parameter that requires grad is set; do it under torch.no_grad()")
         change_whole(self, (index, value), lambda whole, more: whole.__setitem__(*more))
+
+    def storage(self) -> NoReturn:
+        """Refuse to be written by safetensors, which asks every tensor for its storage."""
+        raise shards_alone_error()
 
     @property
     def data(self) -> Tensor:

@@ -10,6 +10,9 @@ function, nothing changes.
 rows or products of all gradients fails inside torch, or silently computes them from shards. Those are refused before
 their first step.
 
+**Wrappers and computed weights.** DistributedDataParallel, FSDP, pruning and parametrizations of a module on a grid
+fail inside torch, or in the next forward pass. They are refused where they are called.
+
 **Norms and scalers.** torch's `clip_grad_norm_` and `GradScaler` see the gradients of one rank. Those of other pipe
 ranks they would leave out silently, so they are refused on a grid with a pipe axis. On a folded grid the weights of
 experts are on a mesh of their own, and torch's norm and scaling take tensors of one mesh: they are called for each
@@ -19,6 +22,7 @@ mesh, and the norm once more for what it returned.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,8 +32,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._ops import utils
-from torch.nn.utils import clip_grad
+from torch.nn import Module, parallel
+from torch.nn.utils import clip_grad, parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from fourfold.axes import PIPE
 
@@ -59,6 +67,7 @@ def install_torch_hooks() -> None:
     extend_norms()
     extend_clipping()
     refuse_scalers_of_a_stage()
+    refuse_on_grid()
 
 
 def speed_up_strategies() -> None:
@@ -146,6 +155,56 @@ def refuse_scalers_of_a_stage() -> None:
 
     whole.__fourfold__ = True  # type: ignore[attr-defined]
     GradScaler._unscale_grads_ = whole  # type: ignore[method-assign]
+
+
+WRAPS = (
+    "a model on a grid is distributed already: its parameters are sharded and its gradients are summed when backward() "
+    "returns; call the model itself (a grid with data=N does what DistributedDataParallel does, z=N what FSDP does)"
+)
+REPLACES = (
+    "a parameter on a grid cannot be replaced by one that is computed; do it before ff.parallelize, which computes "
+    "such weights whole (for a trained model: load whole_tensors(model, 'state') into the plain one, change that, and "
+    "call ff.parallelize and make the optimizer again), or set entries of the parameter under torch.no_grad()"
+)
+
+
+def refuse_on_grid() -> None:
+    """Refuse what torch would do to modules on a grid, and cannot. What is imported later is not refused here."""
+    refused: list[tuple[Any, str, str, str]] = [
+        (parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", WRAPS),
+        (parallel.DataParallel, "__init__", "DataParallel", WRAPS),
+        (parametrize, "register_parametrization", "register_parametrization", REPLACES),
+        (prune, "global_unstructured", "prune", REPLACES),
+        (prune.BasePruningMethod, "apply", "prune", REPLACES),
+        (WeightNorm, "apply", "weight_norm", REPLACES),
+        (SpectralNorm, "apply", "spectral_norm", REPLACES),
+    ]
+    if fsdp := sys.modules.get("torch.distributed.fsdp"):
+        refused.append((fsdp.FullyShardedDataParallel, "__init__", "FullyShardedDataParallel", WRAPS))
+    if sharding := sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard"):
+        # users have imported fully_shard itself under its name, but it looks this up when it is called
+        refused.append((sharding, "_validate_module", "fully_shard", WRAPS))
+    for owner, name, said, why in refused:
+        if name in vars(owner) and not hasattr(getattr(owner, name), "__fourfold__"):
+            _refuse_for_modules_on_grid(owner, name, f"{said}: {why}")
+
+
+def _refuse_for_modules_on_grid(owner: Any, name: str, message: str) -> None:
+    found = vars(owner)[name]
+    kind = type(found) if isinstance(found, (classmethod, staticmethod)) else None
+    own = found.__func__ if kind else found
+
+    @functools.wraps(own)
+    def refuse(*args: Any, **options: Any) -> Any:
+        # the object that __init__ was called for is a module without parameters yet
+        given = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Module) and "_modules" in vars(leaf)]
+        parameters = (parameter for module in given for parameter in module.parameters())
+        if any(isinstance(each, DTensor) and hasattr(each.device_mesh, GRID) for each in parameters):
+            raise ValueError(message)
+        return own(*args, **options)
+
+    refuse.__fourfold__ = True  # type: ignore[attr-defined]
+    setattr(owner, name, kind(refuse) if kind else refuse)
 
 
 def _of_a_stage(tensors: Iterable[Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrizations, prune
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
@@ -159,7 +161,7 @@ def call_functionally(grid: Grid) -> None:
 COMPILED = r"is compiled by torch.compile.*policy=ff.Policy\(compile=True\)"
 TRANSFORMED = "is called inside torch.vmap, torch.func.grad.*use loss.backward"
 PICKLED = (
-    r"torch.save and pickle would write.*ff.save\(folder.*"
+    r"torch.save, pickle and safetensors would write.*ff.save\(folder.*"
     r"whole_tensors\(model, 'state'\).*torch.distributed.checkpoint"
 )
 REFUSED: dict[str, tuple[str, Callable[[Grid], object]]] = {
@@ -213,6 +215,91 @@ def test_what_cannot_work_is_refused_in_one_line_with_a_way_out(ranks) -> None:
     for said in ranks(2).run(refuse, Shape(x=2)):
         for name, text in said.items():
             assert re.search(REFUSED[name][0], text) and "\n" not in text, f"{name}: {text}"
+
+
+def data_parallel(grid: Grid) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(net(grid))
+
+
+def sharded_again(grid: Grid, *, inside: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = net(grid)
+    fully_shard(model.up if inside else model)
+
+
+def save_for_others(grid: Grid, kind: str) -> None:
+    from safetensors.torch import save_file, save_model
+
+    model, path = net(grid), os.devnull
+    (save_file(model.state_dict(), path) if kind == "save_file" else save_model(model, path))
+
+
+class Graph(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(6).to_sparse())
+
+
+PRUNED = "cannot be replaced by one that is computed; do it before ff.parallelize.*whole_tensors"
+DISTRIBUTED = "is distributed already.*call the model itself"
+NOT_ON_GRID: dict[str, tuple[str, Callable[[Grid], object]]] = {
+    "DistributedDataParallel": (DISTRIBUTED, data_parallel),
+    "DataParallel": (DISTRIBUTED, lambda grid: nn.DataParallel(net(grid))),
+    "fully_shard": (DISTRIBUTED, partial(sharded_again, inside=False)),
+    "fully_shard of a layer": (DISTRIBUTED, partial(sharded_again, inside=True)),
+    "pruning": (PRUNED, lambda grid: prune.l1_unstructured(net(grid).up, "weight", amount=0.3)),
+    "global pruning": (
+        PRUNED,
+        lambda grid: prune.global_unstructured([(net(grid).up, "weight")], prune.L1Unstructured, amount=0.2),
+    ),
+    "weight norm": (PRUNED, lambda grid: parametrizations.weight_norm(net(grid).up)),
+    "spectral norm": (PRUNED, lambda grid: parametrizations.spectral_norm(net(grid).up)),
+    "torch.save of a model": (PICKLED, lambda grid: torch.save(net(grid), io.BytesIO())),
+    "pickle of a model": (PICKLED, lambda grid: pickle.dumps(net(grid))),
+    "torch.save of gradients": (PICKLED, lambda grid: torch.save([*net(grid).parameters()], io.BytesIO())),
+    **{kind: (PICKLED, partial(save_for_others, kind=kind)) for kind in ("save_model", "save_file")},
+    "a sparse buffer": (
+        r"^edges is a sparse tensor \(torch.sparse_coo\).*to_dense\(\), or keep a buffer as a plain",
+        lambda grid: ff.parallelize(Graph(), grid),
+    ),
+}
+
+
+def refuse_others(shape: Shape) -> dict[str, str]:
+    grid = grid_of(shape)
+    for plain in (Net(), nn.Linear(3, 3)):  # on no grid all of it stays possible
+        prune.l1_unstructured(plain.up if isinstance(plain, Net) else plain, "weight", amount=0.3)
+        parametrizations.weight_norm(plain.down if isinstance(plain, Net) else nn.Linear(2, 2))
+        pickle.dumps(nn.Linear(2, 2))
+    return what_is_said({name: act for name, (_, act) in NOT_ON_GRID.items()}, grid)
+
+
+def test_what_wraps_replaces_or_pickles_parameters_is_refused_in_one_line(ranks) -> None:
+    for said in ranks(2).run(refuse_others, Shape(x=2)):
+        for name, text in said.items():
+            assert re.search(NOT_ON_GRID[name][0], text) and "\n" not in text, f"{name}: {text}"
+
+
+def prune_trained(shape: Shape) -> float:
+    """The way out that pruning names, followed literally: prune the plain model, and go on with it on the grid."""
+    grid = grid_of(shape)
+    torch.manual_seed(0)
+    one, trained = Net().double(), net(grid)
+    plain = Net().double()
+    plain.load_state_dict(whole_tensors(trained, "state"))
+    for each in (one, plain):
+        prune.l1_unstructured(each.up, "weight", amount=0.3)
+    model = ff.parallelize(plain, grid)
+    rows = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    one(rows).square().mean().backward()
+    model(numbers(grid)).square().mean().backward()
+    wanted = one.up.weight_orig.grad
+    return (whole_tensors(model, "gradient")["up.weight_orig"] - wanted).abs().max().item()
+
+
+def test_a_trained_model_is_pruned_as_the_error_says(ranks) -> None:
+    assert max(ranks(2).run(prune_trained, Shape(x=2))) <= 1e-10
 
 
 def save_and_load(shape: Shape, folder: str) -> dict[str, bool]:

@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,13 @@ from torch.utils._pytree import tree_map_only
 import fourfold.wrap.plan as styles
 from fourfold.axes import PIPE
 from fourfold.gradients import Gradients
-from fourfold.grid import Grid
+from fourfold.grid import Grid, shards_alone_error
 from fourfold.layout import FEATURES, Spec, rest
 from fourfold.nn.layer import SPECS
 from fourfold.nn.rng import StepRng
 from fourfold.params import apply_where_it_changes
 from fourfold.policy import Policy
+from fourfold.torch_hooks import refuse_on_grid
 from fourfold.wrap.adapters import (
     ADAPTERS,
     Adapter,
@@ -98,6 +99,7 @@ def parallelize(
         rows_dims = (0, 1)  # torch's own modules may take the sequence first, and perhaps the model does too
     context = _context_of(model, grid, policy, rows_dims)
     give_autograd_functions_whole_tensors()
+    refuse_on_grid()  # once more: FSDP may have been imported since the grid was made
     # peft may stand around a layer that an earlier call has cut, and have taken the shard's sizes for the layer's
     forms = {name: adapters_of(base)[-1].form for name, _, base in lora_modules(model) if adapters_of(base)}
     fix_lora_sizes(model, {name: (form.inputs, form.outputs) for name, form in forms.items() if form is not None})
@@ -307,7 +309,7 @@ def _on_grid(plain: type[nn.Module]) -> type[nn.Module]:
     adapters run in place of the parent's.
     """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__getattr__": _getattr(plain)}
-    names["_apply"] = _apply(plain)
+    names["_apply"], names["__reduce_ex__"] = _apply(plain), _reduce(plain)
     for parent in PARENTS:
         if calls_parent_forward(plain, parent):
             between = type(parent.__name__, (parent,), {"forward": _forward(parent)})
@@ -432,6 +434,31 @@ def _apply(plain: type[nn.Module]) -> Any:
         return apply_where_it_changes(own, self, fn, recurse)
 
     return apply
+
+
+class CopyOnly:
+    """Makes a module for `copy.deepcopy`, and cannot be pickled, which the module's class could not be either."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+    def __call__(self, *args: Any) -> Any:
+        return self.make(*args)
+
+    def __reduce__(self) -> NoReturn:
+        raise shards_alone_error()
+
+
+def _reduce(plain: type[nn.Module]) -> Any:
+    """Return a `__reduce_ex__` with which a module can be copied and not pickled."""
+    own = plain.__reduce_ex__
+
+    @functools.wraps(own)
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        made = own(self, protocol)
+        return made if isinstance(made, str) else (CopyOnly(made[0]), *made[1:])
+
+    return reduce
 
 
 def _generate(plain: type[nn.Module]) -> Any:

@@ -190,6 +190,12 @@ class InitialValues:
         """Return the values of a tensor of that module, on the grid's device."""
         if self.grid.device.type == "meta":  # a dry run needs shapes alone
             return parameter.detach().to("meta")
+        if parameter.layout != torch.strided:
+            raise ValueError(
+                f"{f'{module}.{name}'.lstrip('.')} is a sparse tensor ({parameter.layout}), and a grid shares, "
+                "shards and saves dense ones alone; make it dense with to_dense(), or keep a buffer as a plain "
+                "attribute (self.name = tensor, equal on all ranks), which is left as it is"
+            )
         if not parameter.is_meta:
             return comm.from_first(parameter.detach().to(self.grid.device), self.grid)
         block = next((block for block in self.blocks if module == block or module.startswith(f"{block}.")), module)
