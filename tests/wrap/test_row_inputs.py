@@ -131,6 +131,46 @@ def with_padding(shape: Shape) -> dict[str, Any]:
     return found
 
 
+class Images(nn.Module):
+    """Returns an entry for each image, of which rows have unequal numbers, as SmolVLM does."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.mixes = nn.Linear(6, 8), nn.Linear(8, 6), mixes
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.up(images))
+        there = images.abs().sum(-1) > 0
+        features = h[there] - (h[there].mean(0) if self.mixes else 0)
+        return {"hidden": features, "loss": self.down((h * there[..., None]).sum(1)).square().mean()}
+
+
+def with_images(shape: Shape) -> dict[str, Any]:
+    grid, found = grid_of(shape), {}
+    images = torch.randn(8, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    images[0, 1:] = images[5, 2] = images[6] = 0
+    for mixes in (False, True):
+        torch.manual_seed(0)
+        one = Images(mixes).double()
+        torch.manual_seed(0)
+        model = ff.parallelize(Images(mixes).double(), grid)
+        one(images)["loss"].backward()
+        try:
+            model(images[place_of(grid, 8)])["loss"].backward()
+        except RuntimeError as error:
+            found[f"mixes={mixes}"] = str(error)
+            continue
+        whole = whole_tensors(model, "gradient")
+        found[f"mixes={mixes}"] = max((whole[name] - p.grad).abs().max().item() for name, p in one.named_parameters())
+    return found
+
+
+def test_results_may_have_an_entry_for_each_image(ranks) -> None:
+    for found in ranks(2).run(with_images, Shape(z=2)):
+        assert found["mixes=False"] <= TOLERANCE
+        assert "depends on the other rows" in found["mixes=True"]
+
+
 @pytest.mark.parametrize("shape", [Shape(z=2), Shape(data=2)], ids=str)
 def test_lists_with_an_entry_for_each_row(ranks, shape: Shape) -> None:
     assert ranks(2).run(differences, shape) == [{}] * 2
