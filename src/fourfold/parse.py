@@ -13,6 +13,8 @@ from typing import Any
 
 from fourfold.errors import nearest
 
+MOST_TOML = 1 << 20
+"""The most characters of a TOML text. The longest that we write are configs with the schedule of a pipeline."""
 MAX_DEPTH = 100
 """The deepest nesting that is accepted. Real files have fewer than ten levels, and whoever walks or prints a table of
 thousands of levels fails in turn."""
@@ -21,7 +23,7 @@ thousands of levels fails in turn."""
 def parse_json(text: str | bytes) -> Any:
     """Return the content of a JSON text; ValueError says what is wrong with it."""
     try:
-        found = json.loads(_decoded(text))
+        found = json.loads(_decoded(text), parse_int=_whole)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     return _shallow(text, found)
@@ -29,6 +31,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
     """Return the table of a TOML text; ValueError says what is wrong with it."""
+    if len(text) > MOST_TOML:  # Python's parser takes seconds for a key of a megabyte
+        raise ValueError(f"it has {len(text):,} characters, more than the {MOST_TOML:,} of any config or machine file")
     try:
         found = tomllib.loads(_decoded(text))
     except RecursionError:
@@ -48,6 +52,14 @@ def import_object(text: str, form: str) -> Any:
     if not hasattr(module, name):
         raise ValueError(f"{text}: {where} has no {name!r}{nearest(name, dir(module))}; give {form}")
     return getattr(module, name)
+
+
+def _whole(text: str) -> int:
+    """Return a whole number of a JSON text, unless no 64 bits hold it: then no size or count can be meant."""
+    value = int(text)
+    if abs(value) >= 1 << 64:
+        raise ValueError(f"it has a whole number of {len(text)} digits")
+    return value
 
 
 _TOO_DEEP = f"its values are nested more than {MAX_DEPTH} deep"

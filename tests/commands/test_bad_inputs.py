@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import time
 from collections.abc import Callable
@@ -11,23 +12,31 @@ from pathlib import Path
 
 import pytest
 
-from fourfold import cli
+from fourfold import cli, environment
 from fourfold.axes import AXES
 from fourfold.checkpoint.format import RECORD, read_record
 from fourfold.checkpoint.hf_weights import INDEX, _weight_files
 from fourfold.commands.completion import parsers
+from fourfold.commands.doctor import explain
 from fourfold.commands.options import parser
 from fourfold.data.sources import _text_of_line
 from fourfold.data.tokenizer import load_tokenizer
-from fourfold.errors import USERS
+from fourfold.errors import USERS, nearest, readable
+from fourfold.expert_counts import CountsFile, StepCounts
 from fourfold.models.hugging_face import read_keys
 from fourfold.models.open import open_model
 from fourfold.parse import MAX_DEPTH, parse_json, parse_toml
 from fourfold.planner.machine import load_machine
 from fourfold.report.run_data import read_run
+from fourfold.report.run_page import write_report
+from fourfold.schedule.action import ScheduleError
+from fourfold.schedule.text import from_csv
+from fourfold.shape import Shape
 from fourfold.train.checkpoints import PASSED_OVER, earlier_parts, read_skipped
 from fourfold.train.config import read_config
+from fourfold.train.launch import MAX_PAUSE, restart_pause
 from fourfold.train.run_folder import read_events
+from fourfold.watch.tape import Tape, tape_path
 
 DEEP = 100_000
 """Levels of nesting: far beyond Python's limit of recursion."""
@@ -288,3 +297,175 @@ def test_what_nobody_can_mean_is_refused_at_once(
             faults.append((words, code, round(seconds, 1), said[-300:]))
     assert not faults
     assert not Path("runs").exists()
+
+
+def test_a_name_of_megabytes_is_neither_compared_nor_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, name = tmp_path / "run.toml", "optimizer" * 5000
+    megabytes = name * 240
+    began = time.monotonic()
+    for text in (
+        f"[{megabytes}]\na = 1\n",
+        f"[{name}]\na = 1\n",
+        f'[model]\nname = "{name}"\n',
+        f"[optimizer]\n{name} = 3\n",
+        f'[data]\npack = "{name}"\n',
+    ):
+        path.write_text(text)
+        assert cli.main(["train", str(path)]) == 1
+        said = capsys.readouterr().err
+        assert len(said) < 5000 and said.count("\n") == 1, text[:20]
+    assert nearest(megabytes, ["optimizer"]) == ""
+    said = readable(f"the key {megabytes} is unknown; give another")
+    assert said.startswith("the key optimizer") and said.endswith("is unknown; give another") and len(said) < 4100
+    assert time.monotonic() - began < 20
+
+
+def test_variables_of_launchers_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+
+    def read() -> None:
+        here = environment.Environment.read()
+        environment.was_restarted()
+        environment.master_address()
+        assert here.local_world is None or here.local_world < 10**9
+        environment.stay_on_loopback(here)
+        environment.command_began()
+
+    for variables, said in (
+        (slurm, "MASTER_ADDR is not set"),
+        (slurm | {"SLURM_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "MASTER_ADDR is not set"),
+        (slurm | {"SLURM_NODELIST": "[]"}, "cannot read the SLURM node list '\\[\\]'"),
+        (slurm | {"SLURM_NODELIST": "localhost", "SLURM_JOB_ID": "abc"}, "SLURM_JOB_ID='abc' is not a whole number"),
+        (slurm | {"SLURM_PROCID": ""}, "SLURM_PROCID is not set"),
+        (slurm | {"SLURM_LOCALID": "-1"}, "SLURM_LOCALID=-1 must be at least 0"),
+        (slurm | {"SLURM_STEP_NUM_TASKS": "9" * 30}, "SLURM_STEP_NUM_TASKS=9+ is not a number of anything in a job"),
+        (alone | {"TORCHELASTIC_RESTART_COUNT": "many"}, "TORCHELASTIC_RESTART_COUNT='many' is not a whole number"),
+        (alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 must be below"),
+        *(
+            (alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} | odd, said)
+            for odd, said in (
+                (
+                    {"GLOO_SOCKET_IFNAME": "nope0"},
+                    "GLOO_SOCKET_IFNAME='nope0' is no network interface of .*has .*lo",
+                ),
+                ({"NCCL_SOCKET_IFNAME": "=nope"}, "NCCL_SOCKET_IFNAME='=nope' is no network interface"),
+                ({"FOURFOLD_BEGAN": "today"}, "FOURFOLD_BEGAN='today' is not a number of seconds"),
+            )
+        ),
+    ):
+        monkeypatch.setattr(os, "environ", dict(variables))
+        with pytest.raises(ValueError, match=said):
+            read()
+    sound = alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
+    for more in (
+        {"NCCL_SOCKET_IFNAME": "^docker"},
+        {"NCCL_SOCKET_IFNAME": "l"},
+        {"SLURM_STEP_TASKS_PER_NODE": "4(x999999999),nonsense"},
+        {"TORCHELASTIC_RESTART_COUNT": "2000"},
+    ):
+        monkeypatch.setattr(os, "environ", sound | more)
+        read()
+    assert [restart_pause(times) for times in (1, 3, 1026, 10**9)] == [1, 4, MAX_PAUSE, MAX_PAUSE]
+
+
+def test_files_that_no_reader_expects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is an error that names the file or what is wrong with it, in words."""
+    wide = tmp_path / "wide.csv"
+    wide.write_text("0F0," + "x" * 200_000)
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    model = {"type": "WordLevel", "vocab": {"a": 0, "?": 1, "</s>": 2}, "unk_token": "?"}
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(json.dumps({"version": "1.0", "pre_tokenizer": pattern, "model": model}))
+    (tmp_path / "text.txt").write_text("a" * 30 + "b")
+    pickles = tmp_path / "it's; a folder"
+    pickles.mkdir()
+    (pickles / "pytorch_model.bin").touch()
+    for number in ("F99999999999", "1F" + "9" * 30):
+        with pytest.raises(ScheduleError, match="is no action"):
+            from_csv(f"0{number}")
+    out = str(tmp_path / "a.tokens")
+    for words, said in (
+        (["schedule", "check", str(wide)], "wide.csv: the file is no CSV (field larger than field limit"),
+        (["data", "prepare", str(chats), "--out", out], '"messages" is a list of turns, so this is a file of chats'),
+        (
+            ["data", "prepare", str(chats), "--column", "messages", "--out", out],
+            "apply_chat_template(..., tokenize=",
+        ),
+        (
+            ["data", "prepare", str(tmp_path / "text.txt"), "--tokenizer", str(tokenizer), "--out", out],
+            "the tokenizer tokenizer.json cannot encode a text: Onig: Regex search error: retry-limit-in-match over",
+        ),
+    ):
+        assert cli.main(words) == 1, words
+        assert said in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(ValueError, match="a pickle, which can run code and is never opened") as caught:
+        _weight_files(pickles)
+    command = shlex.split(str(caught.value).partition("convert it: ")[2])
+    assert command[:2] == ["python", "-c"] and len(command) == 3
+    compile(command[2], "the line for the shell", "exec")
+    assert json.dumps(str(pickles)) in command[2]
+
+
+def test_sizes_in_a_config_json_that_no_model_has(tmp_path: Path) -> None:
+    keys = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 64,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    for name, value in (
+        *((name, 10**30) for name in keys if name != "model_type"),
+        ("num_hidden_layers", 10**6),
+        ("hidden_size", 2**30),
+        ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", 0.0),
+        ("rope_theta", float("inf")),
+        ("rope_theta", 10**400),
+        ("num_hidden_layers", "2"),
+        ("hidden_size", 64.5),
+        ("vocab_size", True),
+        ("hidden_size", [64]),
+    ):
+        more = {"intermediate_size": 2**30, "num_hidden_layers": 4096} if value == 2**30 else {}
+        path.write_text(json.dumps(keys | {name: value} | more))
+        with pytest.raises(ValueError, match=r"config\.json|=") as caught:
+            open_model(str(path))
+        assert len(str(caught.value)) < 2000, name
+
+
+def test_one_damaged_tape_hides_no_other(tmp_path: Path) -> None:
+    for rank in range(3):
+        Tape(tape_path(tmp_path, rank), rank, Shape(x=3)).doing("computing")
+    (tmp_path / "run.json").write_text("{}")
+    tape = tape_path(tmp_path, 1)
+    whole = tape.read_bytes()
+    for kind, content in {
+        "cut": whole[:100],
+        "empty": b"",
+        "head": whole[:12] + b"\xff" * 20 + whole[32:],
+        "noise": whole[:8] + bytes(value ^ 0x5A for value in whole[8:]),
+    }.items():
+        tape.write_bytes(content)
+        lines = "\n".join(explain(tmp_path))
+        assert "rank-00001.tape" in lines and "rank 0, last seen" in lines and "rank 2, last seen" in lines, kind
+
+
+def test_a_report_of_counts_alone(tmp_path: Path) -> None:
+    """A run that ended before its first record has counts of its experts in a file of their own."""
+    for name, text in {
+        "config.toml": "",
+        "metrics.jsonl": "",
+        "run.json": '{"model": "moe-tiny", "grid": {"x": 1}}',
+    }.items():
+        (tmp_path / name).write_text(text)
+    counts = CountsFile(tmp_path, blocks=1, experts=2)
+    for step in (1, 2):
+        counts.write(StepCounts(step, [[3, 5]]))
+    counts.close()
+    page = write_report(tmp_path).read_text()
+    assert "<html" in page and "expert" in page

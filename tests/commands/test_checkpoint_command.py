@@ -271,3 +271,13 @@ def test_convert_needs_a_direction(run: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         command("convert", run, "--to", run / "dcp")
     assert "--to-dcp --from-dcp" in capsys.readouterr().err
+
+
+def test_list_misses_a_file_that_is_gone_or_short(run: Path, newest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = newest / rank_file(1)
+    whole = file.read_bytes()
+    for content, said in ((None, f"{file} is missing"), (whole[:-1], f"{file} has {len(whole) - 1} bytes instead of")):
+        file.unlink() if content is None else file.write_bytes(content)
+        assert cli.main(["checkpoint", "list", str(run)]) == 1
+        found = capsys.readouterr().out
+        assert said in found and found.count("damaged") == 1

@@ -340,3 +340,24 @@ def test_a_run_whose_numbers_are_not_finite_ends_with_the_checkpoint_before(
     assert saved_steps(tmp_path / "run") == [5]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
     assert failure_of(NotFiniteError()) is Failure.USER  # restarts would fail in the same way
+
+
+def test_a_run_whose_steps_were_all_skipped_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An exit code of 0 would hide that from whatever started the run."""
+    launch = Run._launch
+
+    def poisoned(run: Run, step: int) -> None:
+        with torch.no_grad():
+            local_of(run.model.get_parameter("embedding.weight")).fill_(nan)
+        launch(run, step)
+
+    monkeypatch.setattr(Run, "_launch", poisoned)
+    assert train(tmp_path / "run", "train.max_skipped=99") == 1
+    said = capsys.readouterr().err
+    assert (
+        "all steps from 1 to 10 were skipped, so nothing was trained; there is no checkpoint; lower optimizer" in said
+    )
+    assert saved_steps(tmp_path / "run") == []
+    assert events(tmp_path / "run", "end")[0]["reason"].startswith("BadStepsError: all steps from 1 to 10 were skipped")

@@ -155,7 +155,9 @@ def test_what_is_no_tape_is_refused(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text("hello")
     with pytest.raises(ValueError, match="is not a tape: a tape begins with 'fourfold tape 1'"):
-        read_all(tmp_path)
+        read(path)
+    damaged: list[str] = []
+    assert read_all(tmp_path, damaged) == {} and "rank-00000.tape is not a tape" in damaged[0]
 
 
 # --- what the tapes of a job say

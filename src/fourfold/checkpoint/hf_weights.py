@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -319,6 +320,13 @@ def _open_files(folder: Path) -> Iterator[dict[str, TensorFile]]:
         yield found
 
 
+def _conversion(folder: Path) -> str:
+    """Return a line for a shell that converts a folder's pickles, whatever characters its name has."""
+    name = json.dumps(str(folder), ensure_ascii=False)  # double quotes, because shlex.quote adds single ones
+    code = f'from transformers import AutoModelForCausalLM as M; M.from_pretrained({name}).save_pretrained("NEW")'
+    return f"python -c {shlex.quote(code)}"
+
+
 def _weight_files(folder: Path) -> dict[Path, set[str]]:
     """Return the files of a folder that hold weights, each with the tensors that the folder's index promises there."""
     if (folder / WEIGHTS).is_file():
@@ -328,8 +336,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
         if pickles := [name for name in PICKLES if (folder / name).exists()]:
             raise ValueError(
                 f"{folder} has its weights in {pickles[0]}, a pickle, which can run code and is never opened; if you "
-                'trust it, convert it: python -c "from transformers import AutoModelForCausalLM as M; '
-                f"M.from_pretrained('{folder}').save_pretrained('NEW')\""
+                f"trust it, convert it: {_conversion(folder)}"
             )
         raise FileNotFoundError(
             f"{folder} has neither {WEIGHTS} nor {INDEX}; give a Hugging Face folder with its weights"

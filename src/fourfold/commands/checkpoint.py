@@ -24,6 +24,7 @@ from fourfold.checkpoint.load import (
     is_checkpoint,
     verify_checkpoint,
 )
+from fourfold.errors import DamagedCheckpointError
 from fourfold.layout import Layout
 from fourfold.report.units import DASH, aligned, count, nbytes
 from fourfold.train.progress import percent_of
@@ -46,6 +47,7 @@ def list_checkpoints(options: argparse.Namespace, _: object) -> int:
     for step, folder in checkpoints.all():
         try:
             record = read_record(folder)
+            require_files(folder, record)
         except (OSError, ValueError) as error:  # a damaged checkpoint must not hide the others
             rows.append((str(step), *[DASH] * 4, "damaged"))
             below.append(str(error))
@@ -66,6 +68,16 @@ def list_checkpoints(options: argparse.Namespace, _: object) -> int:
         raise FileNotFoundError(f"{options.path} has no checkpoint; give the folder of a run that was saved")
     print("\n".join([*(table(rows, right=(0, 3, 4)) if len(rows) > 1 else ()), *below]))
     return 1 if damaged else 0
+
+
+def require_files(folder: Path, record: Record) -> None:
+    """Raise unless every file of a checkpoint is there with its length; only `verify` reads them."""
+    for name, info in record.files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != info.nbytes:
+            found = "is missing" if size is None else f"has {size} bytes instead of {info.nbytes}"
+            raise DamagedCheckpointError(f"{path} {found}; copy it again, or use another checkpoint")
 
 
 def bytes_by_group(record: Record) -> dict[str, int]:

@@ -96,15 +96,19 @@ def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def explain(folder: Path) -> Iterator[str]:
     """Yield the lines that explain how a run ended."""
-    end, tapes = last_end(folder / "metrics.jsonl"), read_all(folder)
+    damaged: list[str] = []
+    end, tapes = last_end(folder / "metrics.jsonl"), read_all(folder, damaged)
     yield f"{folder}: " + (f"ended at step {end['step']}: {end['reason']}" if end else "has no recorded end")
     for name, whose in ((EARLIER_DIAGNOSIS, "the ranks of an earlier start"), (DIAGNOSIS, "its ranks")):
         if (found := folder / name).is_file():
             when = datetime.fromtimestamp(found.stat().st_mtime).isoformat(" ", "seconds")
             yield f"\nthe diagnosis of {whose} ({when}):"
-            yield from found.read_text().rstrip().splitlines()
+            yield from found.read_text(errors="replace").rstrip().splitlines()
+    if damaged:
+        yield "\ntapes that cannot be read:"
+        yield from (f"  {text}" for text in damaged)
     if not tapes:
-        yield "\nits ranks left no tapes"
+        yield "\nits ranks left no tapes" if not damaged else "\nno other rank left a tape"
     elif end is None or end["reason"] not in (End.FINISHED, End.OUT_OF_TIME):
         yield "\nthe tapes of its ranks:"
         # the ranks' own diagnosis is better: it knows which rank did not answer

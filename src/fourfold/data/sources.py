@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from fourfold.data.token_files import MegatronPair, NanoGPTFile, TokenFile, TokenSource, TokenWriter
 from fourfold.data.tokenizer import Tokenizer
-from fourfold.errors import nearest
+from fourfold.errors import nearest, shortened
 from fourfold.parse import parse_json
 
 STANDARD_LIBRARY = "standard-library"
@@ -34,6 +34,8 @@ NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib",
 PROSE = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".log")
 COLUMN = "text"
 """The key or column with the text of a document by default."""
+CHATS = ("messages", "conversations", "conversation", "chosen", "turns")
+"""The keys under which files of chats have their turns."""
 LINES, ZIPPED_LINES, PARQUET = ".jsonl", ".jsonl.gz", ".parquet"
 IN_COLUMNS = (LINES, ZIPPED_LINES, PARQUET)
 """Suffixes of files with several documents, each under a key or in a column."""
@@ -320,8 +322,17 @@ def _text_of_line(path: Path, number: int, line: bytes, key: str) -> bytes:
         record = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{path}, line {number}: not JSON ({error}); each line of a .jsonl is one object") from error
+    turns = next(
+        (name for name in (key, *CHATS) if isinstance(record, dict) and isinstance(record.get(name), list)), None
+    )
+    if turns is not None and not isinstance(record.get(key), str):
+        raise ValueError(
+            f'{path}, line {number}: "{turns}" is a list of turns, so this is a file of chats, and Fourfold trains on '
+            "text; write each chat as one text under a key of its own, such as with apply_chat_template(..., "
+            "tokenize=False) of the model's tokenizer in transformers, and name that key as the column"
+        )
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
-        found = f"keys {sorted(record)}" if isinstance(record, dict) else type(record).__name__
+        found = f"keys {shortened(str(sorted(record)))}" if isinstance(record, dict) else type(record).__name__
         raise ValueError(
             f'{path}, line {number}: no "{key}" with a string ({found}); set the column of the source to the key that '
             "has the text"

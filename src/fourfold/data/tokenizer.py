@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,10 @@ class JsonTokenizer(Tokenizer):
 
     def encode_many(self, texts: Sequence[bytes]) -> list[Tensor]:
         decoded = [text.decode(errors="replace") for text in texts]
-        try:
+        with _naming_errors(
+            f"the tokenizer {self.description['name']} cannot encode a text", "give one that knows every text"
+        ):
             found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
-        except Exception as error:  # tokenizers raises a bare Exception
-            name = self.description["name"]
-            raise ValueError(
-                f"the tokenizer {name} cannot encode a text ({error}); give one that knows every text"
-            ) from error
         return [torch.tensor(encoding.ids, dtype=torch.int64, device="cpu") for encoding in found]
 
     def _decode(self, ids: list[int]) -> str:
@@ -150,12 +148,23 @@ def _load(path: Path) -> Any:
         raise ImportError(
             f"reading {path} needs the package tokenizers: pip install 'fourfold[train]', or use the tokenizer bytes"
         ) from error
-    try:
+    with _naming_errors(f"{path} is not a tokenizer", "give a tokenizer.json of Hugging Face's tokenizers"):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises a bare Exception
-        raise ValueError(
-            f"{path} is not a tokenizer: {error}; give a tokenizer.json of Hugging Face's tokenizers"
-        ) from error
+
+
+@contextmanager
+def _naming_errors(what: str, way_out: str) -> Iterator[None]:
+    """Turn every error of the package tokenizers into one that says what failed and what to do.
+
+    It raises a bare Exception, and where Rust panics a BaseException, such as where a regular expression like (a+)+$
+    has tried ten million ways to match.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}; {way_out}") from error
 
 
 def _end_of_document(path: Path, ids: dict[str, int], vocab: int, eod: str | int | None) -> int:

@@ -59,7 +59,7 @@ from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts,
 from fourfold.train.config import DTYPES, SCHEDULE_FILE, OptimizerSection, TrainConfig
 from fourfold.train.console import warn
 from fourfold.train.correction import LAST_WAIT, RunCorrection, steps_to_trace
-from fourfold.train.guard import BadStep, Guard, NoGuard, RouterJudge, StepJudge
+from fourfold.train.guard import WAY_OUT, BadStep, Guard, NoGuard, RouterJudge, StepJudge
 from fourfold.train.language_model import build_model, vocab_of
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
@@ -303,11 +303,22 @@ class Run:
             note_return(self.out, start.step, start.returned_by)
         return kept
 
+    def _require_result(self, begun: int) -> None:
+        """Raise if every step since the one after which the run began was skipped: an exit code of 0 would hide it.
+
+        All ranks saw the same losses and gradients, so all of them raise.
+        """
+        if self.step > begun and self._good is not None and self._good.step <= begun:
+            kept = "nothing is saved" if self.saving is None else _kept_text(self.saving.saved)
+            raise BadStepsError(
+                f"all steps from {begun + 1} to {self.step} were skipped, so nothing was trained; {kept}; {WAY_OUT}"
+            )
+
     def train(self) -> None:
         """Train the remaining steps, and record why training ended."""
         reason: str = End.FINISHED
         failed: BaseException | None = None
-        stack = ExitStack()
+        stack, begun = ExitStack(), self.step
         try:
             stack.enter_context(nullcontext() if self.step_graph is None else self.step_graph.on_stream())
             self.optimizer.make_state()
@@ -325,6 +336,8 @@ class Run:
                     reason = End.OUT_OF_TIME
                     break
             self._read_steps()
+            if not self.stopped:
+                self._require_result(begun)
             if self._prediction_check is not None:
                 self._record_comparison(self._prediction_check.finish())
             # whoever stops a run waits for it to end; without a signal the correction of a short run is worth seconds

@@ -288,6 +288,16 @@ def read(path: Path) -> TapeReading:
     if not found.startswith(MAGIC) or len(found) != HEAD + ENTRIES * TapeEntry.FORMAT.size:
         raise ValueError(f"{path} is not a tape: a tape begins with {MAGIC.decode().strip()!r} and is complete")
     try:
+        reading = _read(found, path)
+        if not 0 <= reading.last_seen < LATEST:
+            raise ValueError(f"it was written at {reading.last_seen}")
+    except (IndexError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is a damaged tape ({error})") from error
+    return reading
+
+
+def _read(found: bytes, path: Path) -> TapeReading:
+    try:
         head = parse_json(found[len(MAGIC) : COUNT_AT])
         head.pop("began", None)  # of earlier versions
         who = Who(**head)
@@ -321,6 +331,8 @@ def _text(found: bytes) -> str:
     return found.rstrip(b"\0").decode(errors="replace")
 
 
+LATEST = float(1 << 36)
+"""Seconds of the wall clock that no tape reaches, some two thousand years from 1970."""
 DIAGNOSIS = Path("watch/diagnosis.txt")
 """The file in a run's folder with the diagnosis of the ranks of its last start."""
 EARLIER_DIAGNOSIS = Path("watch/earlier-diagnosis.txt")
@@ -332,10 +344,17 @@ def tape_path(folder: Path, rank: int) -> Path:
     return folder / "watch" / f"rank-{rank:05}.tape"
 
 
-def read_all(folder: Path) -> dict[int, TapeReading]:
+def read_all(folder: Path, damaged: list[str] | None = None) -> dict[int, TapeReading]:
     """Read all tapes of a run's last start, by rank. Tapes of an earlier start on another grid are left out.
 
-    Every grid has the first rank, so its tape is of the last start; the clocks of several nodes could not tell.
+    Every grid has the first rank, so its tape is of the last start; the clocks of several nodes could not tell. A tape
+    that cannot be read must not hide the others: `damaged` gets what is wrong with it.
     """
-    tapes = [read(path) for path in sorted((folder / "watch").glob("rank-*.tape"))]
+    tapes = []
+    for path in sorted((folder / "watch").glob("rank-*.tape")):
+        try:
+            tapes.append(read(path))
+        except (OSError, ValueError) as error:
+            if damaged is not None:
+                damaged.append(str(error))
     return {tape.who.rank: tape for tape in tapes if tape.who.shape == tapes[0].who.shape}
