@@ -40,6 +40,109 @@ class RowSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+class Elsewhere(torch.optim.Optimizer):
+    """An optimizer whose update of a parameter is `change`, given its gradient, value and state."""
+
+    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def change(self, gradient: Tensor, parameter: Tensor, state: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.mul_(1 - group["lr"] * group["weight_decay"])
+                    each.sub_(self.change(each.grad, each, self.state[each]), alpha=group["lr"])
+
+
+class Orthogonal(Elsewhere):
+    """Muon by hand: matrices are made orthogonal."""
+
+    def change(self, gradient: Tensor, parameter: Tensor, state: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        momentum = state.setdefault("momentum", torch.zeros_like(gradient)).mul_(0.9).add_(gradient)
+        if momentum.dim() != 2:
+            return momentum
+        found = momentum / (momentum.norm() + 1e-7)
+        for _ in range(5):
+            square = found @ found.mT
+            found = 3.4445 * found + (-4.775 * square + 2.0315 * square @ square) @ found
+        return found
+
+
+class LargeOrthogonal(Orthogonal):
+    """The same for large matrices alone."""
+
+    def change(self, gradient: Tensor, parameter: Tensor, state: dict[str, Any]) -> Tensor:
+        return super().change(gradient, parameter, state) if min(gradient.shape) >= 64 else gradient
+
+
+class TrustRatio(Elsewhere):
+    """LAMB and LARS: the norm of a parameter decides about its step."""
+
+    def change(self, gradient: Tensor, parameter: Tensor, state: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        return gradient * (parameter.norm() / (gradient.norm() + 1e-6)).clamp(max=10.0)
+
+
+class ByRow(Elsewhere):
+    """One scale for each row."""
+
+    def change(self, gradient: Tensor, parameter: Tensor, state: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        return gradient / (gradient.norm(dim=-1, keepdim=True) + 1e-6) if gradient.dim() > 1 else gradient
+
+
+class ByColumn(Elsewhere):
+    """One scale for each column."""
+
+    def change(self, gradient: Tensor, parameter: Tensor, state: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        return gradient / (gradient.norm(dim=0, keepdim=True) + 1e-6) if gradient.dim() > 1 else gradient
+
+
+class Noisy(Elsewhere):
+    """Langevin's noise."""
+
+    def change(self, gradient: Tensor, parameter: Tensor, state: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        return gradient + torch.randn_like(gradient) * 0.01
+
+
+class Clipping(Elsewhere):
+    """Gradients that are clipped by the norm of all of them inside the step."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        torch.nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.1)
+        super().step(closure)
+
+    def change(self, gradient: Tensor, parameter: Tensor, state: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        return gradient
+
+
+class Lion(Elsewhere):
+    """Signs of a momentum."""
+
+    def change(self, gradient: Tensor, parameter: Tensor, state: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        momentum = state.setdefault("exp_avg", torch.zeros_like(gradient))
+        sign = momentum.lerp(gradient, 0.1).sign_()
+        momentum.lerp_(gradient, 0.01)
+        return sign
+
+
+class ScheduleFree(Elsewhere):
+    """Steps only once it was told that the model trains."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def change(self, gradient: Tensor, parameter: Tensor, state: dict[str, Any]) -> Tensor:
+        if not self.training:
+            raise RuntimeError("call train() before step()")
+        average = state.setdefault("z", parameter.clone()).sub_(gradient, alpha=0.1)
+        return (parameter - average) * 0.5
+
+
 class Tower(nn.Module):
     """A language model of one layer that returns logits."""
 

@@ -11,13 +11,14 @@ its steps.
 
 from __future__ import annotations
 
+import inspect
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from math import cos, inf, pi
+from functools import cache, partial
+from math import cos, inf, pi, prod
 from typing import Any, Literal, get_args
 
 import torch
@@ -31,7 +32,7 @@ from fourfold.gradients import Bucket, gradients_of
 from fourfold.grid import Grid
 from fourfold.params import local_of, restore, wait_on_use
 from fourfold.recording import Recording
-from fourfold.torch_hooks import ELEMENTWISE, unfit_kind
+from fourfold.torch_hooks import ELEMENTWISE
 
 Decay = Literal["cosine", "stable", "constant"]
 
@@ -70,6 +71,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     decay applies to matrices only, not to biases, norms and other vectors.
     """
 
+    kind: type[torch.optim.Optimizer] | None = None
+    """The class that `on_shards` puts on shards, which is tried before; None if it treats each element by itself."""
     fused = False
     """Whether torch's kernel scales the gradients, and skips a step that the device finds to be bad."""
 
@@ -81,6 +84,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.options: dict[str, Any] = {"lr": lr, **options}
         """The keyword arguments for the class of torch."""
         self.gradients = gradients_of(model)
+        if self.kind is not None:
+            dims = {
+                len(spec.shape) for parameter, spec in self.gradients.parameters.values() if parameter.requires_grad
+            }
+            by_pipe = map(json.loads, self.gradients.grid.texts_by_pipe(json.dumps(sorted(dims))))
+            dims = {number for stage in by_pipe for number in stage}  # so that all ranks raise, or none
+            require_elementwise(self.kind, self.options, weight_decay, dims, self.gradients.grid.device)
         found = [getattr(module, "update_router_biases", None) for module in model.modules()]
         self._balances: list[Callable[..., None]] = [update for update in found if callable(update)]
         """What moves the biases of routers, once a step."""
@@ -320,19 +330,16 @@ class SGD(ShardedOptimizer, torch.optim.SGD):
 def on_shards(kind: type[torch.optim.Optimizer]) -> type[ShardedOptimizer]:
     """Return the optimizer class for shards of a model: `on_shards(torch.optim.Adam)(model, 1e-3, weight_decay=0.1)`.
 
-    It must treat each element of a parameter by itself; those of torch and transformers that do not are refused. Its
-    options are keyword arguments of the class.
+    It must treat each element of a parameter by itself, which is tried when the optimizer is made. Its options are
+    keyword arguments of the class.
     """
-    if unfit := unfit_kind(kind):
-        raise ValueError(f"{unfit.__name__} cannot step parameters that are cut over a grid; {ELEMENTWISE}")
 
     def fresh_state(self: ShardedOptimizer, part: Tensor) -> ParameterState:
         """Return the state of a step without gradients, made on a small parameter and given the size of this one."""
         small = nn.Parameter(torch.zeros([2] * part.dim(), dtype=part.dtype, device=part.device))
         small.grad = torch.zeros_like(small)
-        trial = kind([small], **self.options)
-        with torch.no_grad():
-            trial.step()
+        trial = _trial(kind, [{"params": [small]}], self.options)
+        trial.step()
         return {
             key: torch.zeros_like(part, dtype=value.dtype, device=value.device, requires_grad=False)
             if isinstance(value, Tensor) and value.dim() and value.shape == small.shape
@@ -340,8 +347,102 @@ def on_shards(kind: type[torch.optim.Optimizer]) -> type[ShardedOptimizer]:
             for key, value in trial.state[small].items()
         }
 
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "fresh_state": fresh_state}
-    return type(kind.__name__, (ShardedOptimizer, kind), names)
+    own = dict(__module__=kind.__module__, __qualname__=kind.__qualname__, kind=kind, fresh_state=fresh_state)
+    return type(kind.__name__, (ShardedOptimizer, kind), own)
+
+
+TRIAL_SHAPES = {2: ((6, 8), (160, 144)), 1: ((8,), (5,)), 3: ((4, 6, 3),), 4: ((4, 6, 3, 3),)}
+"""Shapes that are stepped whole and cut, by their number of dims: among them a small matrix, and one of a size from
+which some optimizers treat it as a matrix."""
+TRIAL_CUTS: tuple[dict[int, int], ...] = ({0: 2}, {1: 2}, {0: 3, 1: 2})
+"""Into how many parts each dim is cut: over z or x, over y, and over both."""
+TRIAL_STEPS = 3
+SAME_STEP = 1e-4
+"""By how much steps of the whole and of its parts may differ, as a share of the largest change: fp32 rounds at 1e-7,
+and what looks at rows, norms or whole matrices differs by 1e-2 and more."""
+
+
+def require_elementwise(
+    kind: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    weight_decay: float,
+    dims: Collection[int],
+    device: torch.device,
+) -> None:
+    """Raise unless an optimizer with these options steps the parts of a tensor as it steps the whole.
+
+    The optimizer of a rank has a part of every parameter. Here small parameters are cut in several ways, with as many
+    dims as those of the model have: an optimizer may take matrices alone.
+    """
+    if inspect.signature(kind.step).parameters["closure"].default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{kind.__name__} calls a closure several times a step, as no step on shards can; {ELEMENTWISE}"
+        )
+    for shapes in [shapes for number, shapes in TRIAL_SHAPES.items() if number in dims]:
+        group = {"weight_decay": weight_decay if len(shapes[0]) > 1 else 0.0}
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            off = _largest_difference(kind, group, options, shapes, device)
+        if not off <= SAME_STEP:  # also if the steps are not finite
+            raise ValueError(
+                f"{kind.__name__} cannot step parameters that are cut over a grid: a trial stepped parts of tensors of "
+                f"{len(shapes[0])} dims otherwise than whole ones, off by {off:.1g} of the largest change, so it looks "
+                f"at rows, norms or whole matrices, or draws random numbers; {ELEMENTWISE}"
+            )
+
+
+def _largest_difference(
+    kind: type[torch.optim.Optimizer],
+    group: dict[str, Any],
+    options: dict[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+) -> float:
+    """Return by how much the steps of parts differ from those of whole tensors, as a share of the largest change."""
+    draw = torch.Generator().manual_seed(0)
+    wholes = [_graded(shape, draw) for shape in shapes]
+    gradients = [[_graded(shape, draw) * 0.1**step for shape in shapes] for step in range(TRIAL_STEPS)]
+
+    def changes(own: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        parameters = [nn.Parameter(own(whole).to(device, copy=True)) for whole in wholes]
+        trial = _trial(kind, [{"params": parameters, **group}], options)
+        for now in gradients:
+            for parameter, gradient in zip(parameters, now, strict=True):
+                parameter.grad = own(gradient).to(device, copy=True)
+            trial.step()
+        return [each.detach().cpu() - own(whole) for each, whole in zip(parameters, wholes, strict=True)]
+
+    expected, largest = changes(lambda whole: whole), [0.0]
+    for cut in TRIAL_CUTS:
+        for part in range(prod(cut.values())):
+            own = partial(_part, cut, part)
+            for change, whole in zip(changes(own), expected, strict=True):
+                largest.append(float((change - own(whole)).abs().max() / whole.abs().max().clamp(min=1e-30)))
+    return float(torch.tensor(largest).max())  # NaN if one is
+
+
+def _part(cut: Mapping[int, int], number: int, whole: Tensor) -> Tensor:
+    """Return a part of a tensor whose dims are cut into so many parts; a vector has only its first dim."""
+    for dim, parts in cut.items():
+        whole = whole.tensor_split(parts, dim)[number % parts] if dim < whole.dim() else whole
+    return whole
+
+
+def _graded(shape: Sequence[int], draw: torch.Generator) -> Tensor:
+    """Draw a tensor whose scale grows over rows and columns, so that no two parts of it have the same norm."""
+    drawn = torch.randn(list(shape), generator=draw)
+    for dim, length in enumerate(shape[:2]):
+        drawn *= torch.linspace(0.2, 2.0, length).view(-1, *[1] * (len(shape) - 1 - dim))
+    return drawn
+
+
+def _trial(
+    kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """Return an optimizer that is ready to step these parameters; some must be told that they train."""
+    made = kind(groups, **options)
+    if callable(train := getattr(made, "train", None)):
+        train()
+    return made
 
 
 class Arrival:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fourfold as ff
+import plugins
 from curves import config_of
 from fourfold.checkpoint.format import OPTIMIZER, read_record
 from fourfold.grid import Grid, Shape
@@ -19,6 +20,7 @@ from fourfold.optim import on_shards
 from fourfold.params import local_of
 from fourfold.policy import Policy
 from fourfold.step_graph import OptimizerSteps
+from fourfold.torch_hooks import ELEMENTWISE
 from fourfold.train.config import OptimizerSection, TrainConfig
 from fourfold.train.loop import make_optimizer
 from harness import Ranks, grid_of, join_shards
@@ -133,7 +135,12 @@ def test_a_run_resumes_with_the_state_of_its_optimizer(
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        (["name=torch.optim:Muon"], ["Muon cannot step parameters that are cut over a grid; use an optimizer that"]),
+        (
+            ["name=torch.optim:Muon"],
+            ["Muon cannot step parameters that are cut over a grid", "; use an optimizer that"],
+        ),
+        (["name=plugins:TrustRatio"], ["TrustRatio cannot step parameters that are cut over a grid", "otherwise than"]),
+        (["name=torch.optim:LBFGS"], ["LBFGS calls a closure several times a step, as no step on shards can; use an"]),
         (["name=torch.optim:SDG"], ["torch.optim has no 'SDG' (did you mean 'SGD'?); give package.module:Class"]),
         (["name=torch.nn:Linear"], ["optimizer.name=torch.nn:Linear is no subclass of torch.optim.Optimizer"]),
         (["name=sgd", "options={beta=1}"], ["optimizer.options={'beta': 1}: sgd does not take them", "'beta'"]),
@@ -152,6 +159,41 @@ def test_optimizers_that_cannot_be_used_are_errors_of_one_line(
     (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "run", *more, "--set", "plan.compare=false", steps=1))
     assert_error(left, *parts)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def fit() -> dict[type[torch.optim.Optimizer], list[dict[str, Any]]]:
+    """Optimizers that treat each element by itself, with options of several kinds."""
+    o = torch.optim
+    fast: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}, {"foreach": False}]
+    found: dict[type[torch.optim.Optimizer], list[dict[str, Any]]] = dict.fromkeys((o.AdamW, o.Adam, o.SGD), fast)
+    found |= {kind: [{}] for kind in (o.Adamax, o.NAdam, o.RAdam, o.Adadelta, o.Rprop, o.ASGD, o.Adagrad)}
+    found[o.Adam] = [*fast, {"amsgrad": True, "maximize": True}]
+    found[o.RMSprop] = [{"centered": True, "momentum": 0.5}]
+    return found | {kind: [{}] for kind in (plugins.Lion, plugins.ScheduleFree)}
+
+
+def test_whether_an_optimizer_treats_elements_by_themselves_is_tried() -> None:
+    """Whatever it is called; and the trial leaves the random numbers of the user alone."""
+    import transformers
+
+    model = ff.models.build(CONFIG, Grid.alone("cpu"))
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    for kind, several in fit().items():
+        for options in several:
+            on_shards(kind)(model, 1e-2, weight_decay=0.0, **options)
+    p = plugins
+    unfit = [p.Orthogonal, p.LargeOrthogonal, p.TrustRatio, p.ByRow, p.ByColumn, p.Noisy, p.Clipping]
+    accepted = []
+    for kind in (*unfit, torch.optim.Adafactor, torch.optim.Muon, transformers.Adafactor, torch.optim.LBFGS):
+        options = {"relative_step": False} if kind is transformers.Adafactor else {}
+        try:
+            on_shards(kind)(model, 1e-2, weight_decay=0.0, **options)
+            accepted.append(kind)
+        except ValueError as error:
+            assert ELEMENTWISE in str(error), kind
+    assert accepted == []
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_resumed_run_keeps_its_optimizer(one: Ranks, tokens: str, tmp_path: Path) -> None:
