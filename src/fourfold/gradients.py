@@ -43,6 +43,7 @@ from fourfold.layout import GATHERED, GATHERED_AXES, Spec, chunk
 from fourfold.ledger import joint_label
 from fourfold.params import ShardedParameter, adopt, grid_dtensor, leaf_of, local_of, own_storage, to_back, to_front
 from fourfold.policy import Policy
+from fourfold.replicas import ReplicaCheck
 
 
 class Units(NamedTuple):
@@ -267,6 +268,7 @@ class Gradients:
         self._trained: list[torch.dtype | None] = []
         """The dtypes of the parameters that `_buckets` were made for, None for frozen ones."""
         self.hooks = ParameterHooks(self._tracked)
+        self._replicas = ReplicaCheck(grid, self.parameters)
         self.on_two_ranks: frozenset[str] = frozenset()
         """The names of parameters that another pipe rank has too. Their gradients are complete, and their hooks are
         called, when both parts have been added (`copies_added`)."""
@@ -606,6 +608,7 @@ class Gradients:
         waiting = {key for key in self._new if self._tracked[key].name in self.on_two_ranks}
         complete, self._new = self._new - waiting, waiting
         self.hooks.call(complete)
+        self._replicas.step()
 
     def copies_added(self) -> None:
         """Note that the gradients of parameters on two pipe ranks are complete now."""

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, FOLD, FOLDED, PIPE
 from fourfold.environment import Environment, stay_on_loopback
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
+from fourfold.gate import Gate
 from fourfold.job import START_SECONDS, Channel, agree, first_fault, join, share_tracebacks, typed_errors
 from fourfold.ledger import Ledger
 from fourfold.recording import Recording
@@ -161,6 +162,7 @@ class Grid:
             return
         self.rank = self.ranks.index(dist.get_rank())
         self.channel = Channel("grid", self.ranks)
+        self.gate = Gate(self.channel)
         self.ledger = Ledger()
         self.tags = {axis: itertools.count() for axis in (*AXES, CONTEXT, *FOLDED)}
         """The next message tag of each axis. All ranks along an axis launch in the same order, so their tags match."""

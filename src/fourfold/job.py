@@ -461,7 +461,7 @@ class Channel:
         if number > 1:
             self.drop(before)  # the others have read it, or do not wait for it any more
         verdict = self._key(now, "verdict")
-        if self._ask(self._store.add, self._key(now, "came"), 1) == len(self.ranks):
+        if self.come(now) == len(self.ranks):
             texts = self.collect(now, seconds=seconds)
             for what in ("came", "verdict"):
                 # all ranks have read that verdict, because they have come to this decision
@@ -487,10 +487,17 @@ class Channel:
         """Set a text of this rank's unless there is one already, of another process with the same rank; return it."""
         return self._ask(self._store.compare_set, self._key(key, self.rank), "", text).decode()
 
-    def announced(self, key: str) -> str | None:
-        """Return the text that a rank has announced, without waiting for it."""
-        there = self._ask(self._store.check, [self._key(key, "text")])
-        return self._ask(self._store.get, self._key(key, "text")).decode() if there else None
+    def announced(self, key: str, seconds: float | None = None) -> str | None:
+        """Return the text that a rank has announced; wait this long for it, by default not at all."""
+        text = self._key(key, "text")
+        if seconds is not None:
+            with suppress(LateRanksError):
+                self.wait_for_keys([text], seconds, key, {})
+        return self._ask(self._store.get, text).decode() if self._ask(self._store.check, [text]) else None
+
+    def come(self, key: str) -> int:
+        """Count this rank under a key; return the number of ranks that have come there."""
+        return self._ask(self._store.add, self._key(key, "came"), 1)
 
     def append(self, key: str, word: str) -> None:
         """Add a word to a list that all ranks can read."""

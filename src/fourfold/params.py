@@ -345,6 +345,9 @@ def whole_over_pipe(
 
 def read_whole(tensor: DTensor) -> Tensor:
     """Gather a tensor for an operation that autograd records, and announce that the parameter gets a gradient."""
+    if isinstance(tensor, ShardedParameter) and not in_backward():
+        cut = tuple([placement.is_shard() for placement in tensor.placements])
+        tensor.grid.gate.enter(tensor.device_mesh, cut, f"reading {tensor.label}")
     if isinstance(tensor, ShardedParameter) and tensor.spec.view is FOLD:
         _require_same_expert_weights(tensor)
     owner = tensor.gradients() if isinstance(tensor, ShardedParameter) and not in_backward() else None

@@ -40,9 +40,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from fourfold.axes import PIPE
+from fourfold.dtensor_hooks import GRID, install_dtensor_hooks
 
-GRID = "_fourfold_grid"
-"""Attribute of a mesh that belongs to a grid: the grid."""
 REPLACED = "_fourfold_replaced"
 """Attribute of a plain parameter that `parallelize` has replaced by shards in the model."""
 
@@ -64,6 +63,7 @@ def install_torch_hooks() -> None:
     """Change torch for the rest of this process, for meshes and parameters of a grid."""
     register_optimizer_step_pre_hook(_refuse_unfit)
     speed_up_strategies()
+    install_dtensor_hooks()
     extend_norms()
     extend_clipping()
     refuse_scalers_of_a_stage()

@@ -12,10 +12,10 @@ from fourfold.checkpoint.training_state import model_shards
 from fourfold.errors import FailedElsewhereError, ReplicasDifferError
 from fourfold.grid import Shape
 from fourfold.params import local_of
+from fourfold.replicas import INTEGERS, unlike
 from fourfold.watch.peers import (
     COMPUTE,
     IN_A_ROW,
-    INTEGERS,
     Copies,
     StepTimes,
     Straggler,
@@ -23,7 +23,6 @@ from fourfold.watch.peers import (
     check_replicas,
     checksum,
     slow,
-    unlike,
 )
 from harness import grid_of
 

@@ -14,8 +14,8 @@ A single slow window is noise. A rank or link that is slower than its peers in s
 sharded over data, bit for bit. So do the two pipe ranks at the ends of a model whose embedding is tied to its head, of
 that one table. A flipped bit in memory, or a kernel that is not deterministic, makes replicas differ,
 and no other check shows it: each replica continues with its own numbers. Each rank adds up the bits of these tensors as
-integers, and the sums are compared, so each rank sends one number. A single flipped bit always changes the sum, because
-it changes exactly one of the added integers.
+integers, and the sums are compared, so each rank sends one number. (`replicas` compares parameters along all axes, in
+every loop; this check knows the optimizer's state too, and comes before a save.)
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fourfold.checkpoint.training_state import LocalShards
 from fourfold.errors import ReplicasDifferError
 from fourfold.grid import Grid, Shape
 from fourfold.job import ranks_text
+from fourfold.replicas import checksums, unlike
 
 SLOWER = 0.15
 """A rank or link is slow when it takes longer than the median of its peers by this share of a step. Steps of a healthy
@@ -43,8 +44,6 @@ IN_A_ROW = 3
 """Number of slow windows in a row after which a straggler is named: one or two may be a pause of the machine."""
 COMPUTE = "compute"
 """The kind of a straggler that computes slowly; a slow link has its axis as kind."""
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type by bytes of an element."""
 
 
 # --- stragglers
@@ -155,18 +154,9 @@ class StepWindows:
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:
     """Return a checksum of all bits, one int64 on the tensors' device; the host waits for nothing."""
-    sums = [found.detach().reshape(-1).view(INTEGERS[found.element_size()]).sum(dtype=torch.int64) for found in tensors]
+    sums = checksums(tensors)
     # Each sum has its own odd factor, so that equal changes of two parameters do not cancel; odd, to lose no bit.
-    odd = torch.arange(len(sums), device=sums[0].device) * 2 + 1
-    return (torch.stack(sums) * odd).sum()
-
-
-def unlike(sums: Sequence[int]) -> list[int]:
-    """Return the places whose number differs from the majority's; all places where there is no majority."""
-    (most, times), *_ = Counter(sums).most_common()
-    if times == len(sums):
-        return []
-    return [place for place, number in enumerate(sums) if number != most or 2 * times <= len(sums)]
+    return (sums * (torch.arange(len(sums), device=sums.device) * 2 + 1)).sum()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,103 @@
+"""The gate in front of collectives that a line of the user's own code asks for.
+
+A number read from a sharded tensor is a collective: every rank that holds a part must come to the same line. A rank
+that asks alone, as in `if rank == 0: print(p.grad.norm())`, would wait for ever, or its message would meet another one
+of the ranks that went on. At the gate ranks meet through the job's store, so no communicator is touched before all are
+there, and a rank that nobody joins is refused and may go on.
+
+To meet costs the store a round. A line from which all ranks came together will bring them together again, so it is
+asked the first time, and at doubling intervals from then on. A line is known by the whole stack of calls.
+
+Invariant: whether a call is let in is decided once, by whichever rank is first to announce it, and is equal on all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fourfold.job import Channel, ranks_text
+
+GATE_SECONDS = 300.0
+"""Seconds that a rank waits at the gate: half of what NCCL lets the others wait in their next collective, so that these
+live on, and longer than a rank usually saves or evaluates by itself before it comes."""
+TOLD_SECONDS = 10.0
+"""Seconds after which a rank that waits at the gate says so."""
+LIBRARIES = tuple(str(Path(module).parent) + os.sep for module in (str(torch.__file__), __file__))
+"""Folders of the code that is not the user's."""
+
+
+class Gate:
+    """Lets the ranks that share a tensor communicate about it; one for each grid."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel.open("gate", fresh=True)
+        self._passed = Counter[int]()
+        """How often all ranks have come here, by ranks and stack of calls."""
+        self._ranks: dict[tuple[object, tuple[bool, ...]], tuple[int, ...]] = {}
+
+    def enter(self, mesh: DeviceMesh, dims: tuple[bool, ...], what: str) -> None:
+        """Return when all ranks along these dims of a mesh of the grid are here; raise if one of them does not come.
+
+        `what` names the collective.
+        """
+        ranks = self._ranks_along(mesh, dims)
+        if len(ranks) == 1 or len(self._channel.ranks) == 1:  # a fake process group has one rank that stands for all
+            return
+        calls, line = _stack()
+        key = hash((ranks, calls))
+        passed = self._passed[key]
+        if passed & (passed - 1) == 0:
+            name = f"{zlib.crc32(repr((ranks, calls)).encode()):08x}/{passed}"
+            about = f"{what} at {line} is a message between {ranks_text(ranks)}, which hold parts of the tensor"
+            if missing := self._missing(name, ranks, about):
+                raise RuntimeError(
+                    f"{about}, and {missing} did not come here within {GATE_SECONDS:g} s: compute and read it on all "
+                    "of them, and print or log the number on one"
+                )
+        self._passed[key] = passed + 1
+
+    def _ranks_along(self, mesh: DeviceMesh, dims: tuple[bool, ...]) -> tuple[int, ...]:
+        """Return the ranks of the job that differ from this one along these dims of the mesh at most."""
+        key = mesh.mesh_dim_names, dims  # the two meshes of a folded grid have other names
+        if key not in self._ranks:
+            here = mesh.get_coordinate() or [0] * mesh.ndim
+            place = tuple(slice(None) if along else at for along, at in zip(dims, here, strict=True))
+            self._ranks[key] = tuple(sorted(mesh.mesh[place].flatten().tolist()))
+        return self._ranks[key]
+
+    def _missing(self, name: str, ranks: tuple[int, ...], about: str) -> str:
+        """Return the ranks that did not come in time, in words; empty if all came. All ranks get the same answer."""
+        channel = self._channel
+        if (found := channel.announced(name)) is not None:  # decided before this rank came, and for good
+            return found
+        channel.put(name, "here")
+        if channel.come(name) == len(ranks):
+            channel.announce(name, "")
+        elif channel.announced(name, min(TOLD_SECONDS, GATE_SECONDS)) is None:
+            warnings.warn(f"{about}; rank {channel.rank} waits here for the others", stacklevel=2)
+        if channel.announced(name, GATE_SECONDS) is None:
+            late = [rank for rank in ranks if rank not in channel.collect(name, ranks, 0.0, partial=True)]
+            channel.announce(name, ranks_text(late) if late else "")  # not heard if the last rank has come just now
+        found = channel.announced(name, GATE_SECONDS)
+        channel.drop(name)
+        return ranks_text(ranks) if found is None else found
+
+
+def _stack() -> tuple[tuple[tuple[str, int], ...], str]:
+    """Return the stack of calls, and its innermost line outside of torch and Fourfold."""
+    frame, calls, line = sys._getframe(2), [], ""
+    while frame is not None:
+        code = frame.f_code
+        calls.append((code.co_name, frame.f_lineno))
+        if not line and not code.co_filename.startswith(LIBRARIES):
+            line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return tuple(calls), line

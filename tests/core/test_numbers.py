@@ -1,0 +1,242 @@
+"""Numbers that people read from sharded tensors, and draw for them: those of the whole tensor, or one sentence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fourfold as ff
+from fourfold import gate
+from fourfold.errors import ReplicasDifferError
+from fourfold.grid import Shape
+from harness import grid_of
+from share import others_slow
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda t: t.norm().item(),
+    "mean": lambda t: float(t.detach().mean()),
+    "largest": lambda t: t.abs().max().item(),
+    "smallest": lambda t: (-t.min()).item(),
+    "sum of squares": lambda t: (t**2).sum().item(),
+    "other norms": lambda t: [t.norm(1).tolist(), float(torch.linalg.vector_norm(t.detach(), float("inf")))],
+    "computed on": lambda t: ((1.0 / (t.norm() + 1e-6)).clamp(max=1.0) * 2).item(),
+    "a sum of two": lambda t: (t.mean() * 2 + t.sum()).item(),
+    "counted": lambda t: [int((t > 0).sum()), torch.count_nonzero(t).item()],
+    "any": lambda t: [bool((t > 0.02).any()), 1 if t.norm() > 0.1 else 0],
+    "finite": lambda t: torch.isfinite(t).all().item(),
+    "equal": lambda t: [torch.equal(t, t), torch.equal(t, t * 2), torch.allclose(t, t + 1e-12)],
+    "stacked": lambda t: torch.stack([t.norm(), t.detach().norm()]).norm().item(),
+    "of several": lambda t: torch.stack(torch._foreach_norm([t, t])).norm().item(),
+    "total norm": lambda t: torch.nn.utils.get_total_norm([t.detach()]).item(),
+    "lists": lambda t: t.detach().tolist(),
+    "arrays": lambda t: t.detach().cpu().numpy().tolist(),
+    "text": lambda t: [f"{t.detach().norm():.9f}", f"{t.detach().mean()}"[:9], str(round(float(t.detach().mean()), 9))],
+    "sorted": lambda t: [float(each) for each in sorted([t.detach().norm(), t.detach().mean()])],
+}
+"""What is read from a parameter, its gradient and its optimizer's state."""
+QUICK = ("norm", "largest", "smallest", "sum of squares", "any", "lists", "text")
+"""Of these in `make test`: for each operation torch derives anew how it is cut."""
+
+
+def model_and_batch() -> tuple[nn.Module, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.GELU(), nn.Linear(6, 6, bias=False)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model, torch.randn(8, 6, generator=generator, dtype=torch.float64)
+
+
+def clipped_by_hand(parameters: list[Tensor], most: float) -> float:
+    """Clipping as people write it."""
+    total = sqrt(sum(parameter.grad.norm().item() ** 2 for parameter in parameters))
+    for parameter in parameters:
+        parameter.grad.mul_(min(1.0, most / (total + 1e-6)))
+    return total
+
+
+class HostLamb(torch.optim.Optimizer):
+    """A LAMB that reads norms on the host."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["exp_avg"].lerp_(parameter.grad, 0.1)
+                state["exp_avg_sq"].mul_(0.9).addcmul_(parameter.grad, parameter.grad, value=0.1)
+                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6) + 0.01 * parameter
+                ratio = parameter.norm().item() / update.norm().item() if float(update.norm()) > 0 else 1.0
+                parameter.add_(update, alpha=-group["lr"] * min(ratio, 10.0))
+
+
+def trained(
+    model: nn.Module, batch: Tensor, reads: Sequence[str] = QUICK
+) -> tuple[dict[str, Any], list[float], dict[str, Tensor]]:
+    """What is read after a step of LAMB, the norms of three steps that are clipped by hand, and the parameters."""
+    optimizer = HostLamb(model.parameters(), 0.01)
+    norms, found = [], {}
+    for _ in range(3):
+        model(batch).square().mean().backward()
+        norms.append(clipped_by_hand(list(model.parameters()), 0.1))
+        optimizer.step()
+        if len(norms) == 1:
+            for name, parameter in list(model.named_parameters())[:1]:
+                tensors = {"": parameter, ".grad": parameter.grad, ".exp_avg": optimizer.state[parameter]["exp_avg"]}
+                for kind, tensor in tensors.items():
+                    found |= {f"{act} of {name}{kind}": READS[act](tensor) for act in reads}
+        optimizer.zero_grad()
+    return (
+        found,
+        norms,
+        {name: torch.tensor(p.detach().tolist(), dtype=p.dtype) for name, p in model.named_parameters()},
+    )
+
+
+def on_grid(shape: Shape, reads: Sequence[str]) -> Any:
+    grid = grid_of(shape)
+    model, batch = model_and_batch()
+    return trained(ff.parallelize(model, grid), ff.local_rows(batch, grid), reads)
+
+
+SHAPES = [Shape(x=2), Shape(z=2), Shape(y=2), Shape(data=2), Shape(x=2, z=2)]
+
+
+@pytest.mark.parametrize("shape", others_slow(SHAPES, len(SHAPES)), ids=str)
+def test_numbers_and_loops_on_the_host_equal_those_of_one_process(ranks, shape: Shape) -> None:
+    reads = QUICK if shape.z == 1 else tuple(READS)
+    expected, norms, parameters = trained(*model_and_batch(), reads)
+    for found, own_norms, own in ranks(shape.world).run(on_grid, shape, reads, timeout=180):
+        assert not {key: (found[key], value) for key, value in expected.items() if not close(found[key], value)}
+        assert own_norms == pytest.approx(norms, rel=1e-10)
+        for name, value in parameters.items():
+            torch.testing.assert_close(own[name], value, rtol=0, atol=1e-10)
+
+
+def close(found: Any, expected: Any) -> bool:
+    if isinstance(expected, list) and isinstance(expected[0], str):
+        return found == expected
+    return torch.allclose(torch.tensor(found).double(), torch.tensor(expected).double(), rtol=1e-10, atol=1e-13)
+
+
+# one rank asks alone
+
+
+def ask_alone() -> list[str]:
+    """The refusals of a rank that asks alone, in two ways, while the other one goes on with its next step."""
+    grid = grid_of(Shape(x=2))
+    model, batch = model_and_batch()
+    model = ff.parallelize(model, grid)
+    model(batch).square().mean().backward()
+    gate.GATE_SECONDS, before = 1.0, gate.GATE_SECONDS
+    said: list[str] = []
+    weight = model[0].weight
+    try:
+        for _ in range(2):
+            if grid.rank == 0:
+                for read in (lambda: weight.grad.norm().item(), lambda: weight.norm(), weight.detach().full_tensor):
+                    begun = time.monotonic()
+                    with pytest.raises(RuntimeError) as refused:
+                        read()
+                    said.append(str(refused.value))
+                    seconds = time.monotonic() - begun
+                assert seconds < 1 or len(said) == 3, "known from the first time"
+            model(batch).square().mean().backward()
+        assert weight.grad.norm().item() > 0  # all of them ask: nothing is left of the refusals
+    finally:
+        gate.GATE_SECONDS = before
+    return said
+
+
+def test_a_rank_that_asks_alone_is_refused_and_both_go_on(ranks) -> None:
+    refused, nothing = ranks(2).run(ask_alone)
+    assert len(refused) == 6
+    assert nothing == []
+    for each in refused:
+        assert "test_numbers.py:" in each
+        assert "is a message between ranks 0, 1, which hold parts of the tensor, and rank 1 did not come here" in each
+        assert "read it on all of them, and print or log the number on one" in each
+
+
+# what ranks draw
+
+
+def init(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.kaiming_uniform_(module.weight)
+    if isinstance(module, nn.LayerNorm):
+        nn.init.trunc_normal_(module.weight, std=0.1)
+        nn.init.uniform_(module.bias)
+
+
+def noisy(model: nn.Module, batch: Tensor, *, steps: int = 2) -> list[Tensor]:
+    """Weights that were initialised after the model was made, and trained with noise in gradients and parameters."""
+    model.apply(init)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        model(batch).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+                parameter.add_(torch.empty_like(parameter).normal_(), alpha=0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [torch.tensor(parameter.detach().tolist(), dtype=torch.float64) for parameter in model.parameters()]
+
+
+def with_norm() -> tuple[nn.Module, Tensor]:
+    model, batch = model_and_batch()
+    return nn.Sequential(nn.LayerNorm(6).double(), *model), batch
+
+
+def noisy_on_grid(shape: Shape, seed_by_rank: str) -> tuple[list[Tensor], str]:
+    grid = grid_of(shape)
+    model, batch = with_norm()
+    model, rows = ff.parallelize(model, grid), ff.local_rows(batch, grid)
+    torch.manual_seed(7)
+    try:
+        if seed_by_rank == "init":
+            torch.manual_seed(grid.rank)
+            return noisy(model, rows), ""
+        if seed_by_rank == "step":
+            model(rows).square().mean().backward()
+            with torch.no_grad():
+                model[0].weight.grad.to_local().add_(grid.rank)
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            model.zero_grad()
+            model(rows).square().mean().backward()
+        return noisy(model, rows), ""
+    except ReplicasDifferError as error:
+        return [], str(error)
+
+
+def test_random_numbers_are_those_of_one_process_or_a_drift_is_named(ranks) -> None:
+    model, batch = with_norm()
+    torch.manual_seed(7)
+    expected = noisy(model, batch)
+    for shape in (Shape(x=2), Shape(z=2), Shape(data=2)):
+        for found, said in ranks(2).run(noisy_on_grid, shape, ""):
+            assert said == ""
+            for own, whole in zip(found, expected, strict=True):
+                torch.testing.assert_close(own, whole, rtol=0, atol=1e-10)
+    for shape, when, name in (
+        (Shape(x=2), "init", "0.weight"),
+        (Shape(data=2), "init", "0.weight"),
+        (Shape(x=2), "step", "0.weight"),
+    ):
+        for _, said in ranks(2).run(noisy_on_grid, shape, when):
+            axis = "x" if shape.x > 1 else "data"
+            assert f"{name!r}" in said, said
+            assert f"must be equal on all ranks along {axis} and is not (ranks 0, 1)" in said
+            assert "draw from the same seed on all ranks" in said
