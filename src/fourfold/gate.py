@@ -1,9 +1,9 @@
 """The gate in front of collectives that a line of the user's own code asks for.
 
-A number read from a sharded tensor is a collective: every rank that holds a part must come to the same line. A rank
-that asks alone, as in `if rank == 0: print(p.grad.norm())`, would wait for ever, or its message would meet another one
-of the ranks that went on. At the gate ranks meet through the job's store, so no communicator is touched before all are
-there, and a rank that nobody joins is refused and may go on.
+A number read from a sharded tensor is a collective, and so is a pass that evaluates a model: every rank that holds a
+part must come to the same line. A rank alone, as in `if rank == 0: print(p.grad.norm())`, would wait for ever, or its
+message would meet another one of the ranks that went on. At the gate ranks meet through the job's store, so no
+communicator is touched before all are there, and a rank that nobody joins is refused and may go on.
 
 To meet costs the store a round. A line from which all ranks came together will bring them together again, so it is
 asked the first time, and at doubling intervals from then on. A line is known by the whole stack of calls.
@@ -29,7 +29,7 @@ GATE_SECONDS = 300.0
 """Seconds that a rank waits at the gate: half of what NCCL lets the others wait in their next collective, so that these
 live on, and longer than a rank usually saves or evaluates by itself before it comes."""
 TOLD_SECONDS = 10.0
-"""Seconds after which a rank that waits at the gate says so."""
+"""Seconds after which the first of the ranks says that it waits at the gate; it is the one that people let log."""
 LIBRARIES = tuple(str(Path(module).parent) + os.sep for module in (str(torch.__file__), __file__))
 """Folders of the code that is not the user's."""
 
@@ -56,11 +56,11 @@ class Gate:
         passed = self._passed[key]
         if passed & (passed - 1) == 0:
             name = f"{zlib.crc32(repr((ranks, calls)).encode()):08x}/{passed}"
-            about = f"{what} at {line} is a message between {ranks_text(ranks)}, which hold parts of the tensor"
+            about = f"{what} at {line} is a message between {ranks_text(ranks)}, which hold parts of what it reads"
             if missing := self._missing(name, ranks, about):
                 raise RuntimeError(
-                    f"{about}, and {missing} did not come here within {GATE_SECONDS:g} s: compute and read it on all "
-                    "of them, and print or log the number on one"
+                    f"{about}, and {missing} did not come here within {GATE_SECONDS:g} s: do it on all of them, "
+                    "and print or log the result on one"
                 )
         self._passed[key] = passed + 1
 
@@ -81,7 +81,7 @@ class Gate:
         channel.put(name, "here")
         if channel.come(name) == len(ranks):
             channel.announce(name, "")
-        elif channel.announced(name, min(TOLD_SECONDS, GATE_SECONDS)) is None:
+        elif channel.announced(name, min(TOLD_SECONDS, GATE_SECONDS)) is None and channel.rank == ranks[0]:
             warnings.warn(f"{about}; rank {channel.rank} waits here for the others", stacklevel=2)
         if channel.announced(name, GATE_SECONDS) is None:
             late = [rank for rank in ranks if rank not in channel.collect(name, ranks, 0.0, partial=True)]

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
-from fourfold.axes import BATCH, CUTS, REPLICAS
+from fourfold.axes import BATCH, CONTEXT, CUTS, REPLICAS
 from fourfold.comm import Arrived, Pending
 from fourfold.engine import Engine, in_backward
 from fourfold.grad_hooks import ParameterHooks
@@ -319,6 +319,10 @@ class Gradients:
 
     def begin_forward(self, kind: Hashable, *, guarded: bool = False) -> None:
         """Begin a forward pass of the model; passes of one `kind` use the same weights in the same order."""
+        if kind == "evaluation":  # which people call on one rank alone
+            alike = self.grid.shape.folded or self.grid.size(CONTEXT) > 1
+            dims = tuple([alike or axis not in REPLICAS for axis in CUTS])  # places of replicas exchange nothing
+            self.grid.gate.enter(self.grid.mesh, dims, "a forward pass without gradients")
         self.guarded = guarded
         if self._passes and not in_backward():  # a backward pass failed, so autograd did not call its callback
             self.engine.abandon()
