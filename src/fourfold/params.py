@@ -109,7 +109,7 @@ class GridDTensor(DTensor):
             change_whole(args[0], (args[1:], kwargs), lambda whole, more: func(whole, *more[0], **more[1]))
             return args[0]
         if mixed:
-            args, kwargs = tree_map_only(DTensor, whole_tensor, (args, kwargs))
+            args, kwargs = tree_map_only(DTensor, _met_and_whole, (args, kwargs))
             return func(*args, **kwargs)
         out = DTensor.__torch_dispatch__(func, types, args, kwargs)
         return _as_views(func, args, kwargs, out) if func._schema._is_view_op() else out
@@ -193,10 +193,22 @@ def change_whole(changed: DTensor, operands: Any, change: Callable[[Tensor, Any]
             "a gradient is changed while it still owes a sum over ranks; change it after backward(), outside of "
             "ff.accumulate"
         )
+    _meet(changed, [True] * changed.device_mesh.ndim, "changing a sharded tensor")  # operands come from rank 0 to all
     with torch.no_grad():
         whole = whole_tensor(changed).clone()  # on a grid of one rank it is the shard
         change(whole, tree_map_only(Tensor, lambda operand: _whole_operand(operand, changed._spec), operands))
         local_of(changed).copy_(Layout.of(changed).take(whole, Grid.of(changed)))
+
+
+def _meet(tensor: DTensor, along: Sequence[bool], what: str) -> None:
+    """Meet other ranks along these dims of a tensor's mesh before a message that the user's own code asks for."""
+    if not in_backward():
+        Grid.of(tensor).gate.enter(tensor.device_mesh, tuple(along), what)
+
+
+def _met_and_whole(tensor: DTensor, what: str = "joining the parts of a sharded tensor") -> Tensor:
+    _meet(tensor, [not placement.is_replicate() for placement in tensor.placements], what)
+    return whole_tensor(tensor)
 
 
 def _change_base(view: GatheredView, operands: Any, change: Callable[[Tensor, Any], Any]) -> None:
@@ -345,9 +357,8 @@ def whole_over_pipe(
 
 def read_whole(tensor: DTensor) -> Tensor:
     """Gather a tensor for an operation that autograd records, and announce that the parameter gets a gradient."""
-    if isinstance(tensor, ShardedParameter) and not in_backward():
-        cut = tuple([placement.is_shard() for placement in tensor.placements])
-        tensor.grid.gate.enter(tensor.device_mesh, cut, f"reading {tensor.label}")
+    if isinstance(tensor, ShardedParameter):
+        _meet(tensor, [placement.is_shard() for placement in tensor.placements], f"reading {tensor.label}")
     if isinstance(tensor, ShardedParameter) and tensor.spec.view is FOLD:
         _require_same_expert_weights(tensor)
     owner = tensor.gradients() if isinstance(tensor, ShardedParameter) and not in_backward() else None
