@@ -38,7 +38,7 @@ DRAWS = tuple(
 )
 """Operations on a tensor that draw random numbers."""
 DRAWS_THAT_READ = (torch.ops.aten.bernoulli.default,)
-"""Those that read the tensor's values."""
+"""Draws that read the tensor's values."""
 
 
 def install_dtensor_hooks() -> None:
