@@ -148,3 +148,19 @@ def test_hooks_on_parameters_of_reference_models_are_called() -> None:
     tokens = torch.zeros(2, 16, dtype=torch.long)
     model(tokens, tokens).backward()
     assert called == [weight.shape, weight.shape]
+
+
+def test_pages_draw_the_same_batch_on_all_ranks() -> None:
+    """Every process seeds torch differently, and ranks of one place must read the same rows.
+
+    The tests that follow the pages do not notice: their ranks are forked from one process.
+    """
+    drawing = re.compile(r"torch\.rand(?:n|int)?\((?![^\n]*generator=)")
+    wrong = []
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text()
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            before = text[: text.index(block)]
+            if (found := drawing.search(block)) and "manual_seed" not in before + block[: found.start()]:
+                wrong.append(f"{page.relative_to(ROOT)}: {block[found.start() :].splitlines()[0]}")
+    assert not wrong

@@ -110,7 +110,7 @@ class PlainProgress:
             self._headed = True
             self.say(HEADER)
         left = each * (self.steps - step)
-        shown = duration(left) if left >= 1 else "0 s"
+        shown = duration(max(1.0, left)) if left else "0 s"
         sent = ", ".join(f"{axis} {count / 1e6:.2f} MB" for axis, count in event["wire_bytes"].items()) or "-"
         self.say(
             f"{step:>7} {event['loss']:>8.4f} {event['grad_norm']:>9.3f} {event['learning_rate']:>8.1e} "
