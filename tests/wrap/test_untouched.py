@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import queue
 import random
 import tempfile
 from collections import deque
@@ -262,6 +263,50 @@ class Writes(Keeps):
         return self.log.read()
 
 
+class HandsOn(Keeps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = queue.Queue()
+
+    def note(self, h: Tensor) -> None:
+        self.sizes.put(len(h))
+
+    def kept(self) -> Any:
+        return self.sizes.qsize()
+
+
+class Caches(Keeps):
+    """The first call fills a cache, and that call counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = counter()
+        self.cached = functools.lru_cache(lambda rows: self.count() * 10 + rows)
+
+    def note(self, h: Tensor) -> None:
+        self.last = self.cached(len(h))
+
+    def kept(self) -> Any:
+        return self.last, self.count()
+
+
+class Trains(Keeps):
+    """An optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = [torch.zeros(3, requires_grad=True)]
+        self.optimizer = torch.optim.SGD(self.scale, lr=0.1, momentum=0.9)
+
+    def note(self, h: Tensor) -> None:
+        with torch.enable_grad():
+            (self.scale[0] - 1).square().sum().backward()
+        self.optimizer.step()
+
+    def kept(self) -> Any:
+        return self.scale[0].tolist(), self.scale[0].grad.tolist()
+
+
 class Hidden(Keeps):
     """A module that is no child, and counts."""
 
@@ -335,9 +380,9 @@ class Hooks(Keeps):
 
 WAYS = (
     *(Counts, Iterates, OfClass, Numpy, Objects, Globals, Functions, Generators, Advances, Zips, Writes, Hidden),
-    *(Average, Hooks),
+    *(Average, Hooks, HandsOn, Caches, Trains),
 )
-UNCHECKED = {Advances: "uses a generator", Zips: "uses a cycle", Writes: "uses a "}
+UNCHECKED = {Advances: "uses a generator", Zips: "uses a cycle", Writes: "uses a ", HandsOn: "uses a Queue"}
 
 
 def keep(way: type[Keeps], shape: Shape | None) -> tuple[Any, str]:

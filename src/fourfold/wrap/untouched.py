@@ -120,6 +120,8 @@ PLAIN = (int, float, complex, bool, str, bytes, range, slice, type(None), type(.
 LIBRARIES = {"torch", "fourfold", "numpy"} | (sys.stdlib_module_names - {"argparse", "collections", "types"})
 """Packages with objects that hold nothing that a second forward would notice, or that other threads may change."""
 CONTAINERS = (dict, list, set, deque, bytearray)
+QUEUES = {"queue", "_queue", "multiprocessing", "socket", "sqlite3", "_csv"}
+"""Packages with objects that hand things on to others."""
 COPIED = (*(type(iter(empty)) for empty in ([], (), range(0), "", {}, set())), itertools.count)
 """Iterators with a copy that goes on by itself. Others may share what they iterate over with their copies."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -186,9 +188,15 @@ class Untouched:
                 generator.random()
 
     def _look_at(self, value: Any) -> None:
-        if isinstance(value, (*PLAIN, Tensor)) or id(value) in self._known:
+        if isinstance(value, PLAIN) or id(value) in self._known:
             return
         self._known[id(value)] = value
+        if isinstance(value, Tensor):
+            self._tensor(value)
+        else:
+            self._look_into(value)
+
+    def _look_into(self, value: Any) -> None:
         if _full_name(type(value)) in GENERATORS:
             self._generator(value)
         elif isinstance(value, types.FunctionType):
@@ -205,13 +213,20 @@ class Untouched:
             self._array(value)
         self._object(value)
 
+    def _tensor(self, tensor: Tensor) -> None:
+        """Note the gradient of a tensor that the model's code may train by itself."""
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.is_leaf and tensor.requires_grad:
+            self._restores.append(functools.partial(setattr, tensor, "grad", tensor.grad))
+
     def _object(self, value: Any) -> None:
         """Note the attributes of a module, or of an object of a user's class."""
         kind = type(value)
         if isinstance(value, nn.Module):
             for name in HOOKS:
                 self._hooks(vars(value).get(name, {}))
-        elif isinstance(value, (type, types.ModuleType, types.FunctionType)) or _package(kind) in LIBRARIES:
+        elif isinstance(value, (type, types.ModuleType, types.FunctionType)) or (
+            _package(kind) in LIBRARIES and not isinstance(value, torch.optim.Optimizer)
+        ):
             return
         self._left.append(kind)
         if isinstance(getattr(value, "__dict__", None), dict):
@@ -250,6 +265,9 @@ class Untouched:
             self._taken.append((put, getattr(_copied(value.__self__), value.__name__)))  # `itertools.count().__next__`
         elif isinstance(value, COPIED):
             self._taken.append((put, _copied(value)))
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._left.append(value.__wrapped__)
+            self._taken.append((put, value.__wrapped__))  # the cache keeps nothing of the trial
         elif _is_used_up(value):
             self._taken.append((put, Taken(value)))
         else:
@@ -330,7 +348,9 @@ def _copied(iterator: Any) -> Any:
 
 
 def _is_used_up(value: Any) -> bool:
-    """Return whether using a value leaves a trace that cannot be removed: a file, or an iterator that is no user's."""
+    """Return whether using a value leaves a trace that cannot be removed: a file, a queue, or some iterators."""
+    if _package(type(value)) in QUEUES:
+        return True
     iterates = hasattr(type(value), "__next__")
     of_user = hasattr(value, "__dict__") and _package(type(value)) not in LIBRARIES
     return isinstance(value, io.IOBase) or (iterates and not of_user)
