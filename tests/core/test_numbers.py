@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import fourfold as ff
 from fourfold import gate
 from fourfold.errors import ReplicasDifferError
+from fourfold.gradients import gradients_of
 from fourfold.grid import Shape
 from fourfold.optim import SGD
 from fourfold.policy import Policy
@@ -245,6 +247,31 @@ def test_random_numbers_are_those_of_one_process_or_a_drift_is_named(ranks) -> N
             assert f"{name!r}" in said, said
             assert f"must be equal on all ranks along {axis} and is not (ranks 0, 1)" in said
             assert "draw from the same seed on all ranks" in said
+
+
+def drift_where_kernels_round_differently() -> list[list[str]]:
+    """The warnings of three comparisons after the copies along x differ, if they need not be equal bit for bit."""
+    grid = grid_of(Shape(x=2))
+    model = ff.parallelize(with_norm()[0], grid)
+    check = gradients_of(model)._replicas
+    check._is_exact = lambda axis, name: False  # noqa: ARG005  # as on a GPU, where x only repeats the computation
+    warned = []
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check.compare()
+        warned.append([str(each.message) for each in caught])
+        with torch.no_grad():
+            model[0].weight.to_local().add_(grid.rank)
+    return warned
+
+
+def test_copies_that_a_gpu_may_round_differently_are_named_in_a_warning(ranks) -> None:
+    (before, first, later), other = ranks(2).run(drift_where_kernels_round_differently)
+    assert before == later == []
+    assert len(first) == 1
+    assert first[0].startswith("'0.weight' must be equal on all ranks along x and is not (ranks 0, 1)")
+    assert other == [[], [], []]
 
 
 # every kind of parameter
