@@ -57,6 +57,7 @@ ORDER = [
     "gradients",
     "param_group",
     "product",
+    "place_order",
     "old_versions",
     "nn",
     "pipeline",

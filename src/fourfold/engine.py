@@ -16,7 +16,8 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -108,6 +109,34 @@ class WeightGather(Joinable[T], Protocol[T]):
         ...
 
 
+class OrderedGather(WeightGather[T], Protocol[T]):
+    """A gather that all places send, also those that do not use the weights."""
+
+    @property
+    def message(self) -> Hashable:
+        """Identifies the weights and how they travel; several forms of weights may come in the same message."""
+        ...
+
+    @property
+    def parameters(self) -> Sequence[Tensor]: ...
+
+    def is_current(self) -> bool:
+        """Return whether the layers still have these parameters."""
+        ...
+
+    def adopt(self, gathered: Any, /) -> T:
+        """Return weights in this form that came in the same message in another form."""
+        ...
+
+
+class MessageOrder(Protocol):
+    """The order of messages that all places keep, where each runs code of its own (`PlaceOrder`)."""
+
+    def before_gather(self, wanted: Any) -> None:
+        """Come to the place of this `OrderedGather` in the order."""
+        ...
+
+
 @dataclass(slots=True)
 class InUse(Generic[T]):
     """Gathered weights that further halves of the batch will use."""
@@ -167,6 +196,16 @@ class Prefetcher:
         self._stage: Hashable = None  # the stage whose weights are kept
         self._kept: dict[Hashable, tuple[object, Any]] = {}  # version and value of weights that stay gathered
         self._largest = 0
+        self._places: MessageOrder | None = None
+        self._key: Callable[[WeightGather], Hashable] = attrgetter("key")
+
+    def keep_order(self, places: MessageOrder) -> None:
+        """Send every gather in this order from now on.
+
+        Gathers are then told apart by their messages: a place that takes part in a gather may know the weights in
+        another form than the places that use them.
+        """
+        self._places, self._key = places, attrgetter("message")
 
     def begin(self, kind: Hashable) -> None:
         """Begin a forward pass, and prefetch its first weights."""
@@ -226,31 +265,35 @@ class Prefetcher:
         """Return the gathered weights for one of `uses` uses; `release` ends the use."""
         if not wanted.nbytes and uses == 1:  # nothing travels, and nobody else uses them
             return InUse(wanted.launch()[0].wait(), 1)
-        in_use = self._in_use.pop(wanted.key, None)
-        if in_use is None and wanted.key in self._kept:
-            version, value = self._kept[wanted.key]
+        key = self._key(wanted)
+        in_use = self._in_use.pop(key, None)
+        if in_use is None and key in self._kept:
+            version, value = self._kept[key]
             if version == wanted.version():
                 return InUse(value, uses)
-            del self._kept[wanted.key]
+            del self._kept[key]
         if in_use is None:
-            _, version, pending = self._in_flight.pop(wanted.key, (None, None, None))
+            if wanted.nbytes and self._places is not None:
+                self._places.before_gather(wanted)
+            launched, version, pending = self._in_flight.pop(key, (wanted, None, None))
             if pending is not None and version != wanted.version():  # a weight changed since the launch
-                self._free(wanted, pending.wait())
-                pending = None
+                self._free(launched, pending.wait())
+                launched, pending = wanted, None
             pending = pending or wanted.launch()[0]
             if wanted.nbytes:
                 self._follow(wanted)
                 self._launch_next()  # before the wait: the next gathers travel while these weights are used
-            in_use = InUse(pending.wait(), uses)
+            value = pending.wait()
+            in_use = InUse(value if launched.key == wanted.key else cast(OrderedGather, wanted).adopt(value), uses)
         return in_use
 
     def release(self, wanted: WeightGather[T], in_use: InUse[T], *, keep: bool = False) -> None:
         """End a use; the last one frees the weights' memory for reuse, unless `keep` says that somebody keeps it."""
         in_use.uses_left -= 1
         if in_use.uses_left:
-            self._in_use[wanted.key] = in_use
+            self._in_use[self._key(wanted)] = in_use
         elif self._keeps != "use" and wanted.nbytes:
-            self._kept[wanted.key] = wanted.version(), in_use.value
+            self._kept[self._key(wanted)] = wanted.version(), in_use.value
         elif not keep:
             self._free(wanted, in_use.value)
 
@@ -268,10 +311,9 @@ class Prefetcher:
         if self._kind is None:
             return  # somebody calls layers one by one, outside of a pass
         order = self._orders[self._kind]
-        if self._cursor < len(order) and order[self._cursor].key != used.key:
+        if self._cursor < len(order) and self._key(order[self._cursor]) != self._key(used):
             del order[self._cursor :]
-        if self._cursor == len(order):
-            order.append(used)
+        order[self._cursor : self._cursor + 1] = [used]
         self._cursor += 1
         self._largest = max(self._largest, used.nbytes)
 
@@ -300,14 +342,14 @@ class Prefetcher:
         message: dict[Hashable, WeightGather] = {}
         nbytes = 0
         for wanted in self._expected():
-            key = wanted.key
+            key = self._key(wanted)
             if key in self._in_use or key in self._in_flight or key in self._kept or key in message:
                 continue
             if in_flight + nbytes and in_flight + nbytes + wanted.nbytes > most:
                 if in_flight >= least:
                     return
                 break
-            message[wanted.key] = wanted
+            message[key] = wanted
             nbytes += wanted.nbytes
             if nbytes >= least:
                 self._launch(message)
@@ -323,7 +365,7 @@ class Prefetcher:
             with torch.inference_mode(False), torch.no_grad():
                 launched = first.launch(*behind)
             for wanted, version, pending in zip(message.values(), versions, launched, strict=True):
-                self._in_flight[wanted.key] = wanted, version, pending
+                self._in_flight[self._key(wanted)] = wanted, version, pending
 
     def _free(self, wanted: WeightGather[T], value: T) -> None:
         for buffer in wanted.buffers(value):

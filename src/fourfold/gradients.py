@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,22 @@ from fourfold.ledger import joint_label
 from fourfold.params import ShardedParameter, adopt, grid_dtensor, leaf_of, local_of, own_storage, to_back, to_front
 from fourfold.policy import Policy
 from fourfold.replicas import ReplicaCheck
+
+NOTHING = -0.0
+"""What a rank adds to a sum for a parameter that it has not used: the only number that changes no sum. If the sum is
+this number throughout, no rank has used the parameter."""
+
+
+class ReductionOrder(Protocol):
+    """The order of reductions that all places keep, where each runs code of its own (`PlaceOrder`)."""
+
+    def begin(self, kind: Hashable) -> None: ...
+    def before_reduction(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Come to the place of a reduction in the order; return whether other places may not have used these."""
+        ...
+
+    def finish(self) -> None: ...
+    def forget(self) -> None: ...
 
 
 class Units(NamedTuple):
@@ -294,6 +310,8 @@ class Gradients:
         self._sums: dict[str, BucketSum] = {}
         self._in_order: Iterator[tuple[Bucket, list[int]]] = iter(())
         self._bucket: tuple[Bucket, list[int]] | None = None  # the next to be launched, with its parameters' ids
+        self.places: ReductionOrder | None = None
+        """Keeps the places along z in one order, for models in which each place runs code of its own."""
         self._watch_leaves()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
@@ -327,6 +345,8 @@ class Gradients:
         if self._passes and not in_backward():  # a backward pass failed, so autograd did not call its callback
             self.engine.abandon()
             self._give_up()
+        if self.places is not None:
+            self.places.begin(kind)
         self.forward_pass = ForwardPass()
         self.passes += 1
         if torch.is_grad_enabled():
@@ -356,6 +376,8 @@ class Gradients:
         self._new.clear()
         self._sums.clear()
         self.hooks.forget()
+        if self.places is not None:
+            self.places.forget()
         for earlier in self._alive.values():
             earlier.end()
 
@@ -418,6 +440,22 @@ class Gradients:
         for key, gradient in zip(keys, gradients, strict=True):
             if key not in self._left_out:
                 self._add(key, gradient)
+        self._begin_sums_if_final()
+
+    def _deposit_of_others(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        """Add gradients of parameters that this place has not used, if another place has.
+
+        This makes the host wait, as did the condition in the model's code by which this place skipped them.
+        """
+        keys = [id(parameter) for parameter in parameters]
+        if all(_is_nothing(gradient) for gradient in gradients):
+            self._count(keys, None, 1)
+            self._begin_sums_if_final()
+            return
+        self._left_out = self._left_out.difference(keys)  # autograd knows them from no graph of this place
+        self.deposit(parameters, gradients)
+
+    def _begin_sums_if_final(self) -> None:
         if not self._sums_wait and self._bucket is not None and self._final(self._bucket[1]):
             self._begin_final_sums()
 
@@ -486,20 +524,27 @@ class Gradients:
         uses: int = 1,
         axis: str = GATHERED,
         dims: Sequence[int] = (),
+        unused: bool = False,
     ) -> None:
         """Sum gradients over z and deposit this rank's shards of them at some time before backward ends.
 
         `axis` is that over which the parameters are gathered, and `dims` are the dims that it cuts, by default 0.
         `nbytes` is the size on the rank that sends most, the same number on all ranks, so that all ranks wait for
-        deferred reductions at the same points. `deposit` changes the tensors in place.
+        deferred reductions at the same points. `deposit` changes the tensors in place. `unused`: this place has not
+        used the parameters, and its gradients are `NOTHING`.
         """
         if axis in self._whole_over:
             self.deposit(parameters, gradients, during=during, uses=uses)
             return
+        skippable = self.places is not None and axis == GATHERED and self.places.before_reduction(parameters)
         use: Callable[[list[Tensor]], None] = partial(self.deposit, parameters, during=during, uses=uses)
+        if unused:
+            use = partial(self._deposit_of_others, parameters)
         if dims:
             gradients, deposit = to_front(gradients, dims), use
             use = lambda shards: deposit([shard.contiguous() for shard in to_back(shards, dims)])  # noqa: E731
+        if skippable and not unused:
+            _mark_used(gradients, self.grid.size(axis))
         self.engine.deferred.defer(Scatter(self.grid, axis, gradients, nbytes, label, use))
 
     def _count(self, keys: list[int], during: ForwardPass | None, uses: int) -> None:
@@ -566,6 +611,9 @@ class Gradients:
 
     def _finish(self, this_pass: int) -> None:
         """Complete all gradients, when a backward pass ends."""
+        if self.places is not None and self._passes == {this_pass}:
+            self.engine.wgrad_queue.run_all()
+            self.places.finish()
         self.engine.finish_backward()
         self._passes.discard(this_pass)
         if self._passes:
@@ -654,6 +702,22 @@ class Gradients:
         return chunk(shard.shape[0], self.grid.size(spec.replicas), self.grid.coords[spec.replicas])
 
 
+def _is_nothing(total: Tensor) -> bool:
+    """Return whether a sum has `NOTHING` throughout: no rank has used the parameter. The host waits for the device."""
+    return bool((total.signbit() & (total == 0)).all())
+
+
+def _mark_used(gradients: Sequence[Tensor], parts: int) -> None:
+    """Let every rank's part of the sum of these gradients show that they were used.
+
+    One number of each part is made unlike `NOTHING`, in the gradient with most rows: others may have empty parts.
+    """
+    longest = max(gradients, key=len)
+    if longest.numel():
+        rows = -(-len(longest) // parts)
+        longest[(slice(None, None, rows), *[0] * (longest.dim() - 1))].add_(0.0)
+
+
 def _hand_over(
     owner: weakref.ref[Gradients], name: str, parameter: nn.Parameter, spec: Spec, found: tuple[Tensor | None, ...]
 ) -> tuple[None] | None:
@@ -674,8 +738,8 @@ class BucketSum:
     """The sums of one bucket, one message for each axis that it owes, one after another.
 
     Every rank sends the same message, whichever parameters it used. A parameter without a gradient on this rank
-    contributes -0.0, the only number that changes no sum. If the sum is -0.0 throughout, no rank used the parameter,
-    and it gets no gradient; otherwise some place used it, and all places get the sum.
+    contributes `NOTHING`. If the sum is that throughout, no rank used the parameter, and it gets no gradient;
+    otherwise some place used it, and all places get the sum.
     """
 
     def __init__(self, gradients: Gradients, bucket: Bucket) -> None:
@@ -699,7 +763,7 @@ class BucketSum:
 
     def _of_earlier_passes(self, known: TrackedParameter) -> Tensor:
         """Return what a parameter without a new gradient contributes: its gradient of earlier passes, or -0.0."""
-        nothing = torch.full_like(local_of(known.parameter), -0.0)
+        nothing = torch.full_like(local_of(known.parameter), NOTHING)
         if known.parameter.grad is not None:
             self.gradients._add_complete(nothing, known)
         return nothing
@@ -734,10 +798,12 @@ class BucketSum:
     def _used_elsewhere(self, total: Tensor) -> bool:
         """Return whether another rank sent a gradient. This makes the host wait, so it is asked only if necessary."""
         alone = all(self.gradients.grid.size(axis) == 1 for axis in self.bucket.owes)
-        return not alone and not total.is_meta and not bool((total.signbit() & (total == 0)).all())
+        return not alone and not total.is_meta and not _is_nothing(total)
 
     def complete(self) -> None:
         """Complete the sum now, because a late gradient has come; `Gradients` will sum the bucket again."""
+        if not self.late and not self.gradients.grid.muted:
+            self.gradients.grid.agree_in_time("the gradients that come after their sum", self.bucket.label)
         self.late = True
         while self.advance():
             pass

@@ -19,6 +19,7 @@ from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import ClassVar, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakSet
 
@@ -29,9 +30,19 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, FOLD, FOLDED, PIPE
 from fourfold.environment import Environment, stay_on_loopback
-from fourfold.errors import FailedElsewhereError, Failure, failure_of
+from fourfold.errors import FailedElsewhereError, Failure, LateRanksError, failure_of
 from fourfold.gate import Gate
-from fourfold.job import START_SECONDS, Channel, agree, first_fault, join, share_tracebacks, typed_errors
+from fourfold.job import (
+    START_SECONDS,
+    Channel,
+    agree,
+    difference,
+    first_fault,
+    join,
+    ranks_text,
+    share_tracebacks,
+    typed_errors,
+)
 from fourfold.ledger import Ledger
 from fourfold.recording import Recording
 from fourfold.schedule.action import Lane
@@ -170,8 +181,8 @@ class Grid:
         """Whether collectives are recorded without being sent; `comm.muted` sets it."""
         self.recording: Recording | None = None
         """What the host must do for the step that is being recorded now; None while steps run as usual."""
-        self.micro_steps: set[int] = set()
-        """The numbers of micro-batches that all ranks of a pipeline have agreed on."""
+        self.agreed: dict[str, str] = {}
+        """What all ranks have agreed on last, such as the number of micro-batches (`agree_on_change`)."""
         self.connected: set[tuple[int, ...]] = set()
         """The placements of stages between whose ranks messages have travelled."""
         self.broken_off = ""
@@ -297,6 +308,27 @@ class Grid:
     def agree(self, what: str, text: str) -> None:
         """Raise the same error on every rank unless all ranks hold the same `text`."""
         agree(self.channel, what, text)
+
+    def agree_in_time(self, what: str, text: str) -> None:
+        """Agree where a rank has come by what it alone knows: the others come with the same text, or this rank raises.
+
+        It raises before the collectives in which the others may wait have reached their deadline.
+        """
+        try:
+            found = self.channel.decide(text, partial(difference, what, self.channel.ranks), self.channel.seconds / 2)
+        except LateRanksError as late:
+            raise RuntimeError(
+                f"ranks disagree on {what}: this rank, {self.channel.rank}, has {text!r} since now, and "
+                f"{ranks_text(late.ranks) if late.ranks else 'another rank'} did not change; give every rank the same"
+            ) from late
+        if found:
+            raise ValueError(found)
+
+    def agree_on_change(self, what: str, text: str) -> None:
+        """Agree on a text whenever it is another one than before on this rank; then it is the same on all ranks."""
+        if self.agreed.get(what) != text and self.shape.world > 1:
+            self.agree_in_time(what, text)
+            self.agreed[what] = text
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank."""

@@ -545,7 +545,7 @@ class Channel:
 
 def agree(channel: Channel, what: str, text: str, fault: Exception | None = None) -> None:
     """Raise the same error on every rank unless all of them hold the same text; then raise this rank's fault."""
-    if verdict := channel.decide(text, partial(_difference, what, channel.ranks)):
+    if verdict := channel.decide(text, partial(difference, what, channel.ranks)):
         raise ValueError(verdict)
     if fault is not None:
         raise fault
@@ -560,7 +560,7 @@ def agree_on_facts(channel: Channel, facts: Mapping[str, str]) -> None:
         differing = [key for key in keys if any(found.get(key) != told[0].get(key) for found in told)]
         if not differing:
             return ""
-        said = _difference(differing[0], channel.ranks, [str(found.get(differing[0])) for found in told])
+        said = difference(differing[0], channel.ranks, [str(found.get(differing[0])) for found in told])
         return said + (f"; they also differ in {', '.join(differing[1:6])}" if differing[1:] else "")
 
     if verdict := channel.decide(json.dumps(facts), judge):
@@ -577,11 +577,12 @@ def first_fault(channel: Channel, what: str, fault: str, failure: Failure, same:
 def _faults(what: str, ranks: Sequence[int], texts: Sequence[str]) -> str:
     told = dict(zip(ranks, map(json.loads, texts), strict=True))
     faults = ((f"rank {rank}: {fault}", failure) for rank, (fault, failure, _) in told.items() if fault)
-    differs = _difference(what, ranks, [same for *_, same in told.values()])
+    differs = difference(what, ranks, [same for *_, same in told.values()])
     return json.dumps([*next(faults, ("", Failure.ERROR)), differs])
 
 
-def _difference(what: str, ranks: Sequence[int], texts: Sequence[str]) -> str:
+def difference(what: str, ranks: Sequence[int], texts: Sequence[str]) -> str:
+    """Return how the texts of these ranks differ; empty if they do not."""
     others = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text != texts[0]]
     if not others:
         return ""

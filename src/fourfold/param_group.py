@@ -8,7 +8,6 @@ deposited in `Gradients`.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,13 +21,15 @@ from torch import Tensor, nn
 from fourfold import comm
 from fourfold.comm import Arrived, Pending
 from fourfold.engine import in_backward
-from fourfold.gradients import CastShard, ForwardPass, Gradients
+from fourfold.gradients import NOTHING, CastShard, ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec
 from fourfold.ledger import joint_label
 from fourfold.params import shards_of, to_back, to_front
 from fourfold.policy import Policy
 
+SIDE_BY_SIDE = "side by side"
+"""The kind of groups whose weights a product reads side by side."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -154,6 +155,7 @@ class ParamGroup:
         self.kind = kind
         # with the dtypes: a gather that was recorded before `model.to(...)` must not be taken for this one
         self.key = kind, label, members, *self.dtypes
+        self.message = kind == SIDE_BY_SIDE, *self.ids, *self.dtypes
         self.nbytes = self.elements * self.compute_dtype.itemsize if self.travels else 0
 
     def is_current(self) -> bool:
@@ -216,6 +218,9 @@ class ParamGroup:
         shards = zip(self.parameters, shards_of(self.parameters), strict=True)
         return [(parameter._version, shard._version) for parameter, shard in shards]
 
+    def adopt(self, gathered: list[Tensor]) -> list[Tensor]:
+        return gathered
+
     def buffers(self, gathered: list[Tensor]) -> Sequence[Tensor]:
         """Return what `launch` wrote into buffers of the pool."""
         if not self.travels or not self.even:
@@ -236,8 +241,6 @@ class ParamGroup:
 
         With `copied` the caller copies them into a buffer where z is 1, and the copy casts.
         """
-        if self.travels and self.gradients.guarded:
-            self._require_same_group()
         shards = shards_of(self.parameters)
         if not self.casts:
             return shards
@@ -281,17 +284,6 @@ class ParamGroup:
                 torch._foreach_copy_(stale, sources)
         return copies
 
-    def _require_same_group(self) -> None:
-        """Raise unless all ranks along z are about to gather this group; otherwise they would receive wrong weights."""
-        name = zlib.crc32(self.label.encode())
-        if not comm.equal_along(name, self.grid, (self.axis,)):
-            raise RuntimeError(
-                f"this place is about to use {self.label}, and another place of axis {self.axis} another layer: "
-                f"parameters are gathered over {self.axis}, so all places must use the same layers in the same order "
-                "(as under FSDP); let every place run the layer, on no rows if need be, or use a grid with "
-                f"{self.axis}=1"
-            )
-
     # --- gradients
 
     def add(self, gradients: list[Tensor], *, turns: int, during: ForwardPass) -> None:
@@ -324,3 +316,17 @@ class ParamGroup:
         nbytes = self.elements * dtype.itemsize
         of_group = dict(label=self.label, during=during, uses=turns, axis=self.axis, dims=self.dims)
         self.gradients.scatter(self.parameters, gradients, nbytes, **of_group)
+
+    def hand_in_nothing(self) -> None:
+        """Take part in the reduction of a group that this place has not used."""
+        shards = shards_of(self.parameters)
+        shapes = [list(shard.shape) for shard in shards]
+        for shape, member in zip(shapes, self.members, strict=True):
+            shape[member.dim] = member.rows
+        nothing = [
+            torch.full(shape, NOTHING, dtype=self.reduce_dtype, device=shard.device)
+            for shape, shard in zip(shapes, shards, strict=True)
+        ]
+        nbytes = self.elements * self.reduce_dtype.itemsize
+        of_group = dict(label=self.label, axis=self.axis, dims=self.dims)
+        self.gradients.scatter(self.parameters, nothing, nbytes, **of_group, unused=True)

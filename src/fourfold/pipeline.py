@@ -158,7 +158,7 @@ def forward_backward(
     rows = [_named_parts(each) for each in micro_batches]
     if not rows:
         raise ValueError("forward_backward needs at least one micro-batch")
-    _agree_on_number(model.grid, len(rows))
+    model.grid.agree_on_change("the number of micro-batches", str(len(rows)))
     batches = [model.prepare(**each, ignore_index=ignore_index) for each in rows]
     count = None
     if len(rows) > 1:
@@ -173,16 +173,6 @@ def forward_backward(
         for parameter, _ in model.gradients.parameters.values():
             parameter.grad = None
         raise
-
-
-def _agree_on_number(grid: Grid, micro_steps: int) -> None:
-    """Raise on all ranks unless they have equally many micro-batches; asked once for each number on a grid.
-
-    Ranks with another number would wait for messages that nobody sends.
-    """
-    if grid.size(PIPE) > 1 and micro_steps not in grid.micro_steps:
-        grid.agree("the number of micro-batches", str(micro_steps))
-        grid.micro_steps.add(micro_steps)
 
 
 PARTS = ("tokens", "targets", "positions", "documents")

@@ -23,7 +23,7 @@ from fourfold.comm import Pending
 from fourfold.engine import Turns
 from fourfold.gradients import ForwardPass
 from fourfold.operators import Body, OpContext, collect, enter, once_differentiable
-from fourfold.param_group import ZEROS_BEHIND, ParamGroup, Parcel, launch_together
+from fourfold.param_group import SIDE_BY_SIDE, ZEROS_BEHIND, ParamGroup, Parcel, launch_together
 from fourfold.params import local_of, shards_of
 
 MEMORY = "_fourfold_memory"
@@ -52,13 +52,22 @@ class SideBySide:
         self._padding = widths[-1] - weights.rows[-1]  # rows of zeros behind the last weight
         self._may_lie_joined = not group.travels and weights.rows[:-1] == list(widths[:-1])
         self.axis = group.axis
-        self.key = "side by side", group is weights, *group.key
+        self.key = SIDE_BY_SIDE, group is weights, *group.key
+        self.message = True, *group.message[1:]
+        self.parameters, self.is_current = group.parameters, group.is_current
         self.nbytes = group.nbytes
         self._places: list[int] = []  # where the weights of `_joint` lie
         self._joint: Tensor | None = None
 
     def version(self) -> list[tuple[int, int]]:
         return self.group.version()
+
+    def adopt(self, gathered: Gathered | list[Tensor]) -> Gathered:
+        if isinstance(gathered, Gathered):
+            return gathered
+        parcel = self.parcel()
+        pairs = zip(gathered, parcel.into or [None] * len(gathered), strict=True)
+        return parcel.arrange([whole if buffer is None else buffer.copy_(whole) for whole, buffer in pairs])
 
     def buffers(self, gathered: Gathered) -> Sequence[Tensor]:
         return gathered.buffers

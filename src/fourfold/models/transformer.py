@@ -42,6 +42,9 @@ from fourfold.schedule.action import Schedule
 from fourfold.schedule.stages import Stages
 from fourfold.tiles import indices, to_device
 
+HALVES = "the number of halves of a batch"
+"""What ranks call it where they disagree."""
+
 
 class Elsewhere(nn.Module):
     """Stands for a layer that a rank at another pipe coordinate holds."""
@@ -197,6 +200,10 @@ class Transformer(Layer):
         self._usual, self._had_documents = tokens.shape, positions is not None
         targets = None if targets is None else targets.long()  # torch gathers by int64 only
         halves = cutter.cut(tokens, targets, positions, documents, most, ignore_index)
+        if compare:  # the checks have
+            self.grid.agreed[HALVES] = str(len(halves))
+        elif not tokens.is_meta:  # a place with another number would send other messages
+            self.grid.agree_on_change(HALVES, str(len(halves)))
         shape = tokens.shape if self.grid.shape.context == 1 else (1, sum(half.tokens.numel() for half in halves))
         return MicroBatch(halves, torch.Size(shape), targets is not None, ignore_index, fault)
 

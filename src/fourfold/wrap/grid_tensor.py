@@ -78,6 +78,8 @@ class ModelContext:
         """How many of torch's loss functions the pass has called."""
         self.place_sums: list[weakref.ref[Tensor]] = []
         """The losses of the pass that torch's functions returned as sums over the rows of this place."""
+        self.expected_losses: int | None = None
+        """How many of torch's losses earlier passes of this kind have called; None if that is not compared."""
         self.local_losses = False
         """Whether torch's losses inside the model are each place's own. A model that calls one loss per row makes
         different numbers of calls on different places, so the calls cannot be reduced together."""

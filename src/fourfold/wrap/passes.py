@@ -10,10 +10,12 @@ sums are global as well. Logits that are cut over the vocabulary are never gathe
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -25,14 +27,16 @@ from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fourfold.axes import BATCH, CONTEXT
+from fourfold.axes import BATCH, CONTEXT, CUTS
 from fourfold.comm import equal_along
-from fourfold.layout import REPEATED, Layout, inner
+from fourfold.layout import GATHERED, REPEATED, Layout, inner
 from fourfold.nn.layer import recompute
 from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
 from fourfold.nn.rng import key_of, no_draws, seeded, seeded_outside_torch
 from fourfold.operators import Conjugate
-from fourfold.params import whole_tensor
+from fourfold.params import local_of, whole_tensor
+from fourfold.place_order import PlaceOrder
+from fourfold.shape import Shape
 from fourfold.wrap.adapters import Adapter, lost_change_error
 from fourfold.wrap.grid_tensor import (
     WITHIN_PLACE,
@@ -116,6 +120,8 @@ class GlobalLosses(TorchFunctionMode):
     def _loss(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         context = self.context
         context.loss_calls += 1
+        if context.loss_calls - 1 == context.expected_losses and not context.local_losses:
+            context.grid.agree_in_time("how many of torch's losses the model calls", f"{context.loss_calls} or more")
         if context.own_tokens is not None:
             return loss_of_group(context, func, args, kwargs)
         return func(*args, **kwargs) if context.local_losses else global_loss(context, func, args, kwargs)
@@ -286,6 +292,12 @@ class RootAdapter(Adapter):
         """The checks that were made. Each is made once: a loop that reads wrong rows does so from the first step."""
         self.evaluations = 0
         """Passes in evaluation mode, so that each of them draws other random numbers."""
+        self.trainings = 0
+        """Passes in training mode. Buffers are compared after the first one, then at doubling intervals."""
+        self.written: set[str] = set()
+        """The buffers that forward has written on this rank."""
+        self.losses: dict[Hashable, int] = {}
+        """How many of torch's losses a pass calls, by kind of pass: the same number on all ranks."""
 
     def _first_time(self, *check: Hashable) -> bool:
         """Return whether a check has not been made before, and note that it is made now."""
@@ -298,11 +310,14 @@ class RootAdapter(Adapter):
         if context.in_pass:
             return forward(*args, **kwargs)
         require_accelerate_precision(context)
+        if context.gradients.places is None:
+            keep_order(context)
         if kwargs.get(COUNT) is not None and context.grid.shape.world > 1 and self._first_time("scaled losses"):
             refuse_scaled_losses()  # before the check of rows, which swallows errors that the model raises
         self._require_same_rows(args, kwargs)
         self._warn_of_same_rows(module, args, kwargs)
-        first = self._is_first_call(module, args, kwargs)
+        kind = _kind_of(module, args, kwargs)
+        first = self._is_first_call(kind)
         scalars = self._check_rows(module, forward, args, kwargs) if first else Scalars()
         if module.training:
             context.clock.advance()
@@ -319,9 +334,14 @@ class RootAdapter(Adapter):
             )
         recorded = context.grid.recording is not None  # torch's generators cannot be seeded then
         with no_draws() if recorded else _all_seeded(seed, context.grid.device):
+            self._expect_losses(kind)
             result = self._pass(forward, args, kwargs)
-        if before:
-            self._require_same_buffers(module, before)
+        self._require_same_losses(kind)
+        if module.training:
+            self.trainings += 1
+            self._note_written(module, before)
+            if context.grid.shape.places > 1 and self.trainings.bit_count() == 1 and not context.grid.muted:
+                self._require_same_buffers(module)
         if first:
             _refuse_losses(module, result, scalars.strange)
             self._warn_of_sums(result, scalars.sums)
@@ -350,6 +370,8 @@ class RootAdapter(Adapter):
                     group.split()
                 result = map_tensors(self._returned, result, in_place=True)
             require_unchanged_parameters(context)
+            if context.gradients.places is not None:
+                context.gradients.places.finish()
         finally:
             context.end_pass()
         return result
@@ -401,14 +423,29 @@ class RootAdapter(Adapter):
                 f"{tokens.seq}, features]; use one of these, or a grid with context=1"
             )
 
-    def _is_first_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+    def _is_first_call(self, kind: tuple[str, ...]) -> bool:
         """Return True once per kind of arguments, for a pass with gradients on a grid with several places."""
         grid = self.context.grid
-        flags = [str(value) if isinstance(value, (bool, str)) else "given" for value in args]
-        given = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
-        kind = (str(module.training), *flags, *given)
         trains = torch.is_grad_enabled() and grid.shape.row_places > 1 and not grid.muted
-        return trains and self._first_time(kind)
+        if not trains or not self._first_time(kind):
+            return False
+        grid.agree_in_time("the arguments that the model is given", ", ".join(kind))
+        return True
+
+    def _expect_losses(self, kind: tuple[str, ...]) -> None:
+        """Let a loss meet the other ranks if earlier passes of this kind have called fewer."""
+        context = self.context
+        compared = context.grid.shape.places > 1 and not context.grid.muted
+        context.expected_losses = self.losses.get(kind) if compared else None
+
+    def _require_same_losses(self, kind: tuple[str, ...]) -> None:
+        """Meet the other ranks if this pass has called another number of losses than earlier ones of its kind."""
+        context = self.context
+        if context.grid.shape.places == 1 or context.grid.muted or context.local_losses:
+            return
+        if self.losses.get(kind) != context.loss_calls:
+            context.grid.agree_in_time("how many of torch's losses the model calls", str(context.loss_calls))
+            self.losses[kind] = context.loss_calls
 
     def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Scalars:
         """Check whether rows depend on each other (rows.py)."""
@@ -417,6 +454,7 @@ class RootAdapter(Adapter):
         def on_sample(sample: RowSample, args: tuple, kwargs: dict) -> Any:
             context.sample = sample
             try:
+                context.expected_losses = None
                 context.gradients.begin_forward("check of rows", guarded=True)
                 return self._pass(forward, args, kwargs)
             finally:
@@ -429,7 +467,8 @@ class RootAdapter(Adapter):
         if not self._first_time("rows of one place"):
             return
         tensors = _tensors((args, kwargs))
-        if tensors and not equal_along(key_of(*map(_digest, tensors)), self.context.grid, (*WITHIN_PLACE, CONTEXT)):
+        # ranks without tensors compare too: another may have some
+        if not equal_along(key_of(*map(_digest, tensors)), self.context.grid, (*WITHIN_PLACE, CONTEXT)):
             raise ValueError(
                 "ranks of one (data, z) place were given different rows; all ranks that differ only in x and y, or are "
                 "in one context group, read the same rows (ff.local_rows cuts a batch like this)"
@@ -441,7 +480,7 @@ class RootAdapter(Adapter):
         if not trains or grid.muted or grid.shape.row_places == 1 or not self._first_time("rows of all places"):
             return
         tensors = _tensors((args, kwargs))
-        if tensors and equal_along(key_of(*map(_digest, tensors)), grid, BATCH) and grid.rank == 0:
+        if equal_along(key_of(*map(_digest, tensors)), grid, BATCH) and tensors and grid.rank == 0:
             warnings.warn(
                 f"all {grid.shape.places} (data, z) places of the grid {grid} were given the same rows "
                 "and compute the same; give each place its own with ff.local_rows(batch, grid)",
@@ -467,27 +506,76 @@ class RootAdapter(Adapter):
                 stacklevel=2,
             )
 
-    def _require_same_buffers(self, module: nn.Module, before: dict[str, tuple[Tensor, int | None]]) -> None:
-        """Refuse a buffer that forward writes from the rows: each place has other rows."""
+    def _note_written(self, module: nn.Module, before: dict[str, tuple[Tensor, int | None]]) -> None:
+        """Note the buffers that forward has written."""
         for name, buffer in module.named_buffers():
             old, version = before.get(name, (None, 0))
             owner, _, own = name.rpartition(".")
             if isinstance(buffer, GridTensor):
                 buffer = module.get_submodule(owner)._buffers[own] = buffer.whole()
-            # once per buffer, because a comparison reads the device
-            unchanged = buffer is old and version_of(buffer) == version
-            if unchanged or buffer.is_meta or not self._first_time("buffer", name):
-                continue
-            if not equal_along(key_of(_digest(buffer)), self.context.grid, BATCH):
-                raise RuntimeError(
-                    f"{owner or 'the model'} ({type(module.get_submodule(owner)).__name__}) writes its buffer {own!r} "
-                    "in forward from the rows it sees, and each (data, z) place sees others: the copies would drift "
-                    "apart; use nn.BatchNorm, whose statistics are those of the whole batch on a grid, or keep the "
-                    "buffer out of forward"
-                )
+            if buffer is not old or version_of(buffer) != version:
+                self.written.add(name)
+
+    def _require_same_buffers(self, module: nn.Module) -> None:
+        """Refuse a buffer that forward writes from the rows: each place has other rows.
+
+        All ranks compare all buffers, because a rank does not know what others have written.
+        """
+        grid = self.context.grid
+        found = {name: _digest(buffer) for name, buffer in module.named_buffers() if not buffer.is_meta}
+        same = equal_along(key_of(*found.items()), grid, BATCH)
+        if equal_along(int(same), grid, CUTS) and same:
+            return
+        told = json.dumps({name: [name in self.written, number] for name, number in found.items()})
+        if name := grid.channel.decide(told, partial(_drifting, grid.shape)):
+            owner, _, own = name.rpartition(".")
+            raise RuntimeError(
+                f"{owner or 'the model'} ({type(module.get_submodule(owner)).__name__}) writes its buffer {own!r} "
+                "in forward from the rows it sees, and each (data, z) place sees others: the copies would drift "
+                "apart; use nn.BatchNorm, whose statistics are those of the whole batch on a grid, or keep the "
+                "buffer out of forward"
+            )
 
     def describe(self) -> tuple[str, str]:
         return "rows of the place in, whole tensors for them out", "losses over z and data"
+
+
+def keep_order(context: ModelContext) -> None:
+    """Keep the places along z in one order, where messages are really sent: their rows may choose other modules."""
+    grid, gradients = context.grid, context.gradients
+    if grid.size(GATHERED) == 1:
+        return
+    members = {
+        f"{name}.{own}".lstrip("."): partial(layer.member, at)
+        for name, _, adapter in context.adapters
+        for own, (layer, at, _) in adapter.parameters().items()
+    }
+    modules = [(name, module) for name, module, *_ in context.known_modules]
+    gradients.places = places = PlaceOrder(modules, gradients, members)
+    gradients.engine.prefetcher.keep_order(places)
+
+
+def _kind_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[str, ...]:
+    """Return what distinguishes passes that run other parts of a model's code."""
+    flags = [str(value) if isinstance(value, (bool, str)) else "given" for value in args]
+    given = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
+    mode = ("training" if module.training else "evaluation", "with gradients" if torch.is_grad_enabled() else "without")
+    return (*mode, *flags, *given)
+
+
+def _drifting(shape: Shape, texts: Sequence[str]) -> str:
+    """Return the first buffer that a rank has written and that differs between places, from what all ranks have."""
+    told = [json.loads(text) for text in texts]
+    for name in dict.fromkeys(name for found in told for name in found):
+        if any(name not in found for found in told):
+            return name
+        values: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+        for rank, found in enumerate(told):
+            coords = shape.coords(rank)
+            values[tuple(coords[axis] for axis in CUTS if axis not in BATCH)].add(found[name][1])
+        if any(found[name][0] for found in told) and max(map(len, values.values())) > 1:
+            return name
+    return ""
 
 
 def _refuse_losses(module: nn.Module, result: Any, strange: frozenset[int]) -> None:
@@ -512,6 +600,9 @@ def _digest(tensor: Tensor) -> int:
 
     Values are weighted by position, because the plain sum of small ids is often the same for different rows.
     """
+    tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = tensor.detach().double().nan_to_num().flatten()  # NaN is not equal to itself
     weights = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
     return key_of(tuple(tensor.shape), (flat * weights).sum().item())
