@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from fourfold.layout import Spec
 from fourfold.params import shards_of
 
 EVERY = 100
-"""Steps between two comparisons: each reads all parameters once and makes the host wait for the device."""
+"""Steps between two comparisons: each reads all parameters once."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type by bytes of an element."""
 
@@ -53,25 +54,49 @@ def unlike(sums: Sequence[int]) -> list[int]:
     return [place for place, number in enumerate(sums) if number != most or 2 * times <= len(sums)]
 
 
+class Comparison(NamedTuple):
+    """A comparison of copies whose verdict may still be on its way to the host."""
+
+    sums: Sequence[tuple[str, list[str], Tensor]]
+    """By axis: the names of parameters, and their checksums on all ranks along the axis."""
+    differs: Tensor
+    """Whether the copies of each of them differ anywhere, on the host."""
+    arrived: torch.cuda.Event | None
+
+
 class ReplicaCheck:
-    """Compares the copies of one model's parameters, now and then."""
+    """Compares the copies of one model's parameters, now and then.
+
+    On a GPU the host reads the verdict at the end of the next backward pass, so that it never waits for this one.
+    """
 
     def __init__(self, grid: Grid, parameters: Mapping[str, tuple[Tensor, Spec]]) -> None:
         self._grid, self._parameters, self._steps = grid, parameters, 0
+        self._running: Comparison | None = None
         self._warned = False
 
     def step(self) -> None:
         """Count a backward pass that completed gradients, and compare copies if it is time."""
+        if self._grid.recording is not None:
+            return  # replays would repeat the comparison, and a recording may not wait for the last one
+        self._judge()
         self._steps += 1
         if self._steps <= 2 or self._steps % EVERY == 0:
-            self.compare()
+            self._running = self._launch()
+            if self._running is not None and self._running.arrived is None:
+                self._judge()
 
     def compare(self) -> None:
         """Raise on all ranks of this pipe coordinate if some of them differ where they must be equal, or warn."""
+        self._running = self._launch()
+        self._judge()
+
+    def _launch(self) -> Comparison | None:
+        """Compare the copies on the device; return None if there is nothing to compare."""
         grid = self._grid
         on_meta = any(parameter.is_meta for parameter, _ in self._parameters.values())
-        if len(grid.channel.ranks) == 1 or on_meta or grid.muted or grid.recording is not None:
-            return
+        if len(grid.channel.ranks) == 1 or on_meta or grid.muted:
+            return None
         compared: list[tuple[str, list[str], Tensor]] = []
         with grid.ledger.not_counted():  # it belongs to no step, and the planner predicts steps
             for axis in (*CUTS, *(FOLD if grid.shape.folded else ())):
@@ -84,18 +109,31 @@ class ReplicaCheck:
                     own = checksums(shards_of([self._parameters[name][0] for name in names]))
                     compared.append((axis, names, comm.all_gather(own[None], grid, axis, label="checksums").wait()))
             if not compared:
-                return
+                return None
             # only the ranks of one group see that they differ; all must raise, so that none waits for them
             differs = torch.cat([(found != found[:1]).any(0) for *_, found in compared]).float()
             for axis in CUTS:
                 differs = comm.all_reduce(differs, grid, axis, label="checksums").wait()
-        if not differs.any().item():
+        if not differs.is_cuda:
+            return Comparison(compared, differs, None)
+        on_host = torch.empty_like(differs, device="cpu", pin_memory=True).copy_(differs, non_blocking=True)
+        (arrived := torch.cuda.Event()).record()
+        return Comparison(compared, on_host, arrived)
+
+    def _judge(self) -> None:
+        """Raise or warn on all ranks if the copies compared last differ."""
+        compared, self._running = self._running, None
+        if compared is None:
             return
-        columns = [(axis, name, found[:, at]) for axis, names, found in compared for at, name in enumerate(names)]
-        bad = [column for column, flag in zip(columns, differs.tolist(), strict=True) if flag]
+        if compared.arrived is not None:
+            compared.arrived.synchronize()
+        if not compared.differs.any():
+            return
+        columns = [(axis, name, found[:, at]) for axis, names, found in compared.sums for at, name in enumerate(names)]
+        bad = [column for column, flag in zip(columns, compared.differs.tolist(), strict=True) if flag]
         if any(self._is_exact(axis, name) for axis, name, _ in bad):
             raise ReplicasDifferError(self._describe([each for each in bad if self._is_exact(*each[:2])]))
-        if grid.rank == 0 and not self._warned:
+        if self._grid.rank == 0 and not self._warned:
             warnings.warn(self._describe(bad), stacklevel=2)
         self._warned = True
 
