@@ -284,7 +284,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         ValueError,
         r"says torch.float64 \(27, 48\)",
     ),
-    "many ranks": (record_with(lambda record: record["grid"]["sizes"].update(x=10**12)), ValueError, "the most is"),
+    "many ranks": (record_with(lambda record: record["grid"]["sizes"].update(x=1 << 18)), ValueError, "the most is"),
     "file elsewhere": (record_with(rename_file), ValueError, "not the name of a rank's file"),
     "no file": (
         lambda folder: (folder / "rank-00000.safetensors").unlink(),

@@ -127,7 +127,7 @@ def _read_model(path: Path) -> tuple[str, models.ModelConfig, tuple[str, ...]]:
     """Return the model type, a model config that computes the same, and notes about keys that were not read."""
     fields, notes = read_config_json(path, exact=True)
     try:
-        section = parse(ModelSection, {"name": "", **fields})  # checks the type of every value
+        section = parse(ModelSection, {"name": "imported", **fields})  # checks the type of every value
         chosen = {name: getattr(section, name) for name in fields}
         return read_keys(path)["model_type"], models.ModelConfig(**chosen), notes
     except ValueError as error:
