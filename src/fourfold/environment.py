@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ RESTARTED = "FOURFOLD_RESTARTED"
 """How often our launcher has restarted the ranks."""
 BEGAN = "FOURFOLD_BEGAN"
 """When our launcher started the ranks for the first time, in seconds by the monotonic clock of their machine."""
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACES = GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """The variables that name the network interface on which gloo and NCCL listen."""
 
 AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -37,6 +38,10 @@ WHO_SETS = "torchrun, srun or your own script sets it before it starts a rank"
 
 LARGEST = (1 << 31) - 1
 """The largest number that a variable may hold; every number of ranks, restarts and ports is far below."""
+LARGEST_SLURM = (1 << 32) - 1
+"""The largest number of a job or a step of SLURM: jobs of federated clusters have the cluster in their upper bits."""
+STEP_STRIDE = 997
+"""How far apart the ports of two steps of one job are, so that they do not meet those of the next jobs."""
 MAX_SECONDS = 10**6
 """Stands for no limit where an API wants a finite number of seconds; about eleven days."""
 PR_SET_PDEATHSIG = 1
@@ -103,7 +108,14 @@ def _in_slurm_step() -> bool:
     return os.environ.get("SLURM_STEP_NUM_TASKS", "") not in ("", "0", "1")
 
 
-def _number(name: str, default: int | None = None, *, least: int = 0, below: tuple[str, int] | None = None) -> int:
+def _number(
+    name: str,
+    default: int | None = None,
+    *,
+    least: int = 0,
+    below: tuple[str, int] | None = None,
+    most: int = LARGEST,
+) -> int:
     """Return the whole number that a variable holds; raise if it holds none, or one outside of its limits.
 
     `below` is the number that it must stay below, with the name of that number. A variable that is missing or empty
@@ -118,7 +130,7 @@ def _number(name: str, default: int | None = None, *, least: int = 0, below: tup
         number = int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not a whole number; {WHO_SETS}") from None
-    if number > LARGEST:
+    if number > most:
         raise ValueError(f"{name}={number} is not a number of anything in a job; {WHO_SETS}")
     if number < least:
         raise ValueError(f"{name}={number} must be at least {least}; {WHO_SETS}")
@@ -261,30 +273,48 @@ def set_master_address() -> None:
         filter(None, map(os.environ.get, names)), ""
     ):  # without any, `master_address` says what is missing
         os.environ.setdefault("MASTER_ADDR", first_node(nodes))
-    # jobs that share a node get different ports, out of the range of registered ones that is free by custom
-    os.environ.setdefault("MASTER_PORT", str(20000 + _number("SLURM_JOB_ID", 0) % 20000))
+    # jobs and steps that share a node get different ports, out of the range of registered ones that is free by custom
+    job, step = (_number(name, 0, most=LARGEST_SLURM) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    os.environ.setdefault("MASTER_PORT", str(20000 + (job + STEP_STRIDE * step) % 20000))
 
 
-def stay_on_loopback(here: Environment) -> None:
+def stay_on_loopback(here: Environment, *, nccl: bool) -> None:
     """Let gloo and NCCL listen on the loopback alone if all ranks are on this node and nobody named an interface.
 
-    Without this they listen on the interface of the host's name, where other machines reach them. A name that was given
-    must be that of an interface; NCCL also takes beginnings of names, and the names that it must not use.
+    Without this they listen on the interface of the host's name, where other machines reach them. Names that were given
+    must be those of interfaces; `nccl` says whether NCCL is used, since a name for it alone harms nobody else.
     """
     known = [name for _, name in socket.if_nameindex()]
-    for variable, exact in zip(INTERFACES, (True, False), strict=True):
-        given = os.environ.get(variable) or ""
-        names = given.removeprefix("=").split(",")
-        found = [name for name in known if name in names or (not exact and name.startswith(tuple(names)))]
-        if given and not found and not given.startswith("^"):
+    for variable in INTERFACES if nccl else INTERFACES[:1]:
+        if missing := _missing_interface(variable, known):
             raise ValueError(
-                f"{variable}={given!r} is no network interface of {socket.gethostname()}{nearest(given, known)}; "
-                f"it has {', '.join(known)}; set it to one of them, or unset it"
+                f"{variable}={os.environ[variable]!r}: {missing!r} is no network interface of {socket.gethostname()}"
+                f"{nearest(missing, known)}; it has {', '.join(known)}; set it to one of them, or unset it"
             )
     loopback = next((name for name in known if name.startswith("lo")), None)
     if loopback is not None and _on_one_node(here):
         for name in INTERFACES:
-            os.environ.setdefault(name, loopback)
+            os.environ[name] = os.environ.get(name) or loopback  # empty counts as not set, for gloo and NCCL too
+
+
+def _missing_interface(variable: str, known: Sequence[str]) -> str:
+    """Return the interface that a variable asks for and the machine lacks; empty if there is none.
+
+    gloo needs every interface of its list. NCCL takes whichever of its list it finds, where each word is the beginning
+    of a name and may have a port; after `=` the words are whole names, and after `^` those that it must not use.
+    """
+    given = os.environ.get(variable) or ""
+    if not given:
+        return ""
+    whole = variable == NCCL and given.startswith("=")
+    # what follows a colon is a port of NCCL's, or makes an alias such as eth0:1 of the interface eth0
+    words = [word.partition(":")[0] for word in given[whole:].split(",") if word]
+    if variable == GLOO:
+        return next((word for word in words if word not in known), "")
+    if given.startswith("^"):
+        return ""
+    found = any(name == word if whole else name.startswith(word) for name in known for word in words)
+    return "" if found else ",".join(words)
 
 
 def _on_one_node(here: Environment) -> bool:

@@ -439,8 +439,9 @@ def join_process_group(
     if dist.is_initialized():
         return
     here = Environment.read()
-    stay_on_loopback(here)
-    if _device(device).type == "cuda":
+    on_gpu = _device(device).type == "cuda"
+    stay_on_loopback(here, nccl=on_gpu)
+    if on_gpu:
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     else:

@@ -19,7 +19,7 @@ from fourfold.checkpoint.hf_weights import INDEX, _weight_files
 from fourfold.commands.completion import parsers
 from fourfold.commands.doctor import explain
 from fourfold.commands.options import parser
-from fourfold.data.sources import _text_of_line
+from fourfold.data.sources import _text_of_line, open_source
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import USERS, nearest, readable
 from fourfold.expert_counts import CountsFile, StepCounts
@@ -326,12 +326,12 @@ def test_variables_of_launchers_that_make_no_sense(monkeypatch: pytest.MonkeyPat
     slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
     alone = {"RANK": "0", "WORLD_SIZE": "1"}
 
-    def read() -> None:
+    def read(*, nccl: bool = True) -> None:
         here = environment.Environment.read()
         environment.was_restarted()
         environment.master_address()
         assert here.local_world is None or here.local_world < 10**9
-        environment.stay_on_loopback(here)
+        environment.stay_on_loopback(here, nccl=nccl)
         environment.command_began()
 
     for variables, said in (
@@ -349,9 +349,12 @@ def test_variables_of_launchers_that_make_no_sense(monkeypatch: pytest.MonkeyPat
             for odd, said in (
                 (
                     {"GLOO_SOCKET_IFNAME": "nope0"},
-                    "GLOO_SOCKET_IFNAME='nope0' is no network interface of .*has .*lo",
+                    "GLOO_SOCKET_IFNAME='nope0': 'nope0' is no network interface of .*has .*lo",
                 ),
-                ({"NCCL_SOCKET_IFNAME": "=nope"}, "NCCL_SOCKET_IFNAME='=nope' is no network interface"),
+                ({"NCCL_SOCKET_IFNAME": "=nope"}, "NCCL_SOCKET_IFNAME='=nope': 'nope' is no network interface"),
+                ({"NCCL_SOCKET_IFNAME": "=l"}, "NCCL_SOCKET_IFNAME='=l': 'l' is no network interface"),
+                ({"GLOO_SOCKET_IFNAME": "lo,nope0"}, "'nope0' is no network interface"),
+                ({"GLOO_SOCKET_IFNAME": "^lo"}, "'\\^lo' is no network interface"),
                 ({"FOURFOLD_BEGAN": "today"}, "FOURFOLD_BEGAN='today' is not a number of seconds"),
             )
         ),
@@ -362,13 +365,47 @@ def test_variables_of_launchers_that_make_no_sense(monkeypatch: pytest.MonkeyPat
     sound = alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
     for more in (
         {"NCCL_SOCKET_IFNAME": "^docker"},
+        {"NCCL_SOCKET_IFNAME": "^=lo"},
         {"NCCL_SOCKET_IFNAME": "l"},
+        {"NCCL_SOCKET_IFNAME": "nope0,=lo,lo:20000"},
+        {"NCCL_SOCKET_IFNAME": "=lo:20000"},
+        {"GLOO_SOCKET_IFNAME": "lo:1"},
+        {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": ""},
         {"SLURM_STEP_TASKS_PER_NODE": "4(x999999999),nonsense"},
         {"TORCHELASTIC_RESTART_COUNT": "2000"},
     ):
         monkeypatch.setattr(os, "environ", sound | more)
         read()
+    monkeypatch.setattr(os, "environ", sound | {"NCCL_SOCKET_IFNAME": "ib0"})
+    read(nccl=False)  # a name for a cluster, in a job that runs on the CPU of a login node
+    ports = set()
+    for step, job in ((0, 7), (1, 7), (0, 8), (0xFFFFFFFA, 7), (0, 0xFC000007)):  # federated clusters have such jobs
+        variables = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": "localhost"}
+        monkeypatch.setattr(os, "environ", slurm | variables)
+        ports.add(environment.master_address()[1])
+    assert len(ports) == 5, "steps of one job that run at the same time meet"
     assert [restart_pause(times) for times in (1, 3, 1026, 10**9)] == [1, 4, MAX_PAUSE, MAX_PAUSE]
+
+
+def test_numbers_without_end_and_paths_that_a_shell_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, said in (
+        ("sample run --tokens 100000000000", "--tokens: 100000000000 is not within its bounds; give 0 to 1048576"),
+        ("sample run --tokens -1", "--tokens: -1 is not within its bounds"),
+        ("train --compare-serial 1000000000", "--compare-serial: 1000000000 is not within its bounds; give 1 to 1000"),
+        ("train --compare-serial 0", "--compare-serial: 0 is not within its bounds"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(words.split())
+        assert said in capsys.readouterr().err
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for words, name in (("train --out=~/a", "out"), ("train --resume=~/a", "resume"), ("report ~/a", "folder")):
+        assert getattr(parser().parse_args(words.split()), name) == tmp_path / "a"
+    for name, place in (("gone.tokens", "/not/mounted"), ("loop.tokens", "loop.tokens")):
+        (tmp_path / name).symlink_to(place)
+        with pytest.raises(FileNotFoundError, match=f"{name} is a link to '{place}', which is not there"):
+            open_source(tmp_path / name, tokenizer=None, cache=tmp_path)
 
 
 def test_files_that_no_reader_expects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,7 @@ def test_a_config_is_the_same_in_a_manifest(text: str) -> None:
         "list": [{"a": 1, "b": [True, None, "x: y"]}, ["#", ["- "]], {}, []],
         "end": 0.5,
     }
+    value |= {"beyond 16 bits": "\U0001f600 \\ud83d \x7f\x85\u2028 ", "a block": "path = '\U0001f600'\n"}
     assert yaml.safe_load("\n".join(yaml_lines(value))) == value
 
 

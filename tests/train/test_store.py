@@ -136,11 +136,13 @@ def test_only_a_job_on_one_node_chooses_the_loopback(
     monkeypatch: pytest.MonkeyPatch, env: dict[str, str], chosen: bool
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(env))
-    stay_on_loopback(Environment.read())
+    stay_on_loopback(Environment.read(), nccl=True)
     assert [name in os.environ for name in INTERFACES] == [chosen, chosen]
-    monkeypatch.setattr(os, "environ", {**env, INTERFACES[0]: "eth7"})
-    stay_on_loopback(Environment.read())
-    assert os.environ[INTERFACES[0]] == "eth7", "the user has named one"
+    named = socket.if_nameindex()[-1][1]
+    monkeypatch.setattr(os, "environ", {**env, INTERFACES[0]: named, INTERFACES[1]: ""})
+    stay_on_loopback(Environment.read(), nccl=True)
+    assert os.environ[INTERFACES[0]] == named, "the user has named one"
+    assert bool(os.environ[INTERFACES[1]]) == chosen, "an empty name is none"
 
 
 @needs_proc

@@ -223,4 +223,10 @@ def yaml_lines(value: dict[str, Any] | list[Any]) -> Iterator[str]:
             yield f"{head} |"
             yield from (f"  {line}" if line else line for line in one.removesuffix("\n").split("\n"))
         else:
-            yield f"{head} {json.dumps(one)}"
+            yield f"{head} {quoted(one) if isinstance(one, str) else json.dumps(one)}"
+
+
+def quoted(text: str) -> str:
+    """Return a text in JSON's notation, except for what it writes as a pair of surrogates, which YAML does not join."""
+    inner = (json.dumps(each)[1:-1] if each <= "\uffff" else f"\\U{ord(each):08x}" for each in text)
+    return f'"{"".join(inner)}"'

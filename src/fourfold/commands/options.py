@@ -32,6 +32,10 @@ SET = "change a key of the config; may be repeated; `fourfold train --print-conf
 EOD = "the token that ends a document; default: a token with one of the usual names, such as <|endoftext|>"
 EXPORT_DTYPES = ("fp32", "bf16", "fp16")
 SHELLS = ("bash", "zsh", "fish")
+MOST_COMPARED = 1000
+"""The most steps of --compare-serial: their batches are read before the first, and rounding grows from step to step."""
+MOST_SAMPLED = 1 << 20
+"""The most tokens of a sample: each computes its whole context again."""
 PLACEMENTS = ("loop", "wave")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "v-half", "zb-v")
 """The named schedules of pipelines, besides blocks:u; a test compares them with those that exist."""
@@ -208,6 +212,11 @@ def filled(type: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
+def expanded(text: str) -> Path:
+    """Parse the path of a file or a folder. A shell leaves the `~` of `--out=~/runs` to the command."""
+    return Path(text).expanduser()
+
+
 def target(text: str) -> Path:
     """Parse the path of a file to write, and raise at once if that could not be written after all the work."""
     path = Path(text).expanduser()
@@ -334,6 +343,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def within(least: int, most: int) -> Callable[[str], int]:
+    """Return the type of a whole number from `least` to `most`."""
+
+    def read(text: str) -> int:
+        if not least <= whole(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not within its bounds; give {least} to {most}")
+        return int(text)
+
+    return read
+
+
 def world(text: str) -> int:
     """Parse a number of devices or ranks."""
     if positive(text) > MOST_DEVICES:
@@ -414,7 +434,7 @@ def demo_options(command: argparse.ArgumentParser) -> None:
       fourfold demo --pause
       fourfold demo --quick --out runs/tour
     """
-    option(command, "--out", "folder for everything the tour writes; default: runs/demo-DATE-TIME", Path, "FOLDER")
+    option(command, "--out", "folder for everything the tour writes; default: runs/demo-DATE-TIME", expanded, "FOLDER")
     flag(command, "--pause", "wait for Enter before each part")
     flag(command, "--quick", "train only a few steps, enough to see that it works")
 
@@ -457,7 +477,7 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     option(asked, "--batch-tokens", tokens, quantity, "N")
     option(asked, "--seq", "tokens per sequence; default: the model's", whole)
     lengths = "lengths of the documents that are packed into rows, from fourfold data lengths --json FILE"
-    option(asked, "--lengths", lengths, Path, "FILE")
+    option(asked, "--lengths", lengths, expanded, "FILE")
     imbalance = "how many times the mean the busiest expert of a mixture has, in pairs of a token and an expert"
     option(asked, "--imbalance", imbalance, number, "N", default=1.0)
     dtype = "dtype of matrix products; default: bf16 if the machine file lists it, else fp32"
@@ -512,7 +532,7 @@ def train_options(command: argparse.ArgumentParser) -> None:
           -m fourfold.cli train run.toml
     """
     config = "a config with the sections and keys that --print-config shows; options override it"
-    option(command, "config", config, Path, "CONFIG.toml", nargs="?")
+    option(command, "config", config, expanded, "CONFIG.toml", nargs="?")
 
     what = command.add_argument_group("what to train")
     model = "a published size, such as gpt-125m, or package.module:function, which returns a module; default: gpt-tiny"
@@ -528,7 +548,7 @@ def train_options(command: argparse.ArgumentParser) -> None:
     option(what, "--minutes", minutes, number, "N")
     dtype = "dtype of matrix products and messages; default: bf16 on GPUs, fp32 on the CPU"
     option(what, "--dtype", dtype, choices=("fp32", "bf16", "fp64"))
-    option(what, "--out", "the run's folder; default: runs/MODEL-DATE-TIME", metavar="RUN")
+    option(what, "--out", "the run's folder; default: runs/MODEL-DATE-TIME", expanded, "RUN")
     option(what, "--set", SET, setting, "SECTION.KEY=VALUE", dest="changes", action="append", default=[])
 
     where = command.add_argument_group("where to train")
@@ -550,7 +570,7 @@ def train_options(command: argparse.ArgumentParser) -> None:
         "resume the run in this folder from its newest checkpoint, on the same or another grid; with CONFIG.toml "
         "or --model, start a run if the folder has none"
     )
-    option(again, "--resume", resume, Path, "RUN")
+    option(again, "--resume", resume, expanded, "RUN")
     step = "with --resume: resume from the checkpoint of this step and remove newer ones; default: the newest"
     option(again, "--step", step, whole)
     restarts = (
@@ -566,7 +586,8 @@ def train_options(command: argparse.ArgumentParser) -> None:
         "default: none"
     )
     option(look, "--profile", profile, steps, "STEPS", default=range(0))
-    option(look, "--compare-serial", "run N steps and compare them with a single process, instead of training", whole)
+    compared = "run N steps and compare them with a single process, instead of training"
+    option(look, "--compare-serial", compared, within(1, MOST_COMPARED), "N")
     option(look, "--json", "write config, grid and steps as one JSON object; - prints it", target_or_output, "FILE")
 
 
@@ -580,7 +601,7 @@ def report_options(command: argparse.ArgumentParser) -> None:
       fourfold report runs/one
       fourfold report runs/one --out one.html
     """
-    option(command, "folder", "the run's folder", Path, "RUN")
+    option(command, "folder", "the run's folder", expanded, "RUN")
     option(command, "--out", "the page to write; default: RUN/report.html", target, "FILE.html")
 
 
@@ -593,9 +614,9 @@ def sample_options(command: argparse.ArgumentParser) -> None:
       fourfold sample runs/one --prompt 'import ' --tokens 50 --temperature 0
       fourfold sample runs/one --step 500 --grid x=2
     """
-    option(command, "folder", "the run's folder", Path, "RUN")
+    option(command, "folder", "the run's folder", expanded, "RUN")
     option(command, "--prompt", "the text to continue; default: empty", metavar="TEXT", default="", may_be_empty=True)
-    option(command, "--tokens", "maximum number of new tokens", whole, default=200)
+    option(command, "--tokens", "maximum number of new tokens", within(0, MOST_SAMPLED), "N", default=200)
     option(command, "--temperature", "0 always takes the most likely token", number, "T", default=0.8)
     option(command, "--top-k", "sample from the N most likely tokens; default: all", whole)
     top_p = "sample from the most likely tokens that together have probability P; default: 1"
@@ -631,7 +652,7 @@ def prepare_options(command: argparse.ArgumentParser) -> None:
     """
     inputs = "text, .jsonl, .jsonl.gz or .parquet files, folders, or standard-library"
     option(command, "inputs", inputs, metavar="INPUT", nargs="+")
-    option(command, "--out", "the file to write", Path, "FILE.tokens", required=True)
+    option(command, "--out", "the file to write", expanded, "FILE.tokens", required=True)
     tokenizer = "a Hugging Face tokenizer.json; `bytes` has 257 ids and needs no file"
     option(command, "--tokenizer", tokenizer, metavar="FILE", default="bytes")
     column = "the key of .jsonl files and the column of .parquet files that has the text; default: text"
@@ -696,7 +717,7 @@ def list_options(command: argparse.ArgumentParser) -> None:
     Examples:
       fourfold checkpoint list runs/one
     """
-    option(command, "path", "the run's folder", Path, "RUN")
+    option(command, "path", "the run's folder", expanded, "RUN")
 
 
 @command("checkpoint inspect", "show what a checkpoint holds", "checkpoint:inspect")
@@ -708,7 +729,7 @@ def inspect_options(command: argparse.ArgumentParser) -> None:
       fourfold checkpoint inspect runs/one
       fourfold checkpoint inspect runs/one/checkpoints/step-00000100 --json
     """
-    option(command, "path", "a checkpoint, or a run for its newest complete checkpoint", Path, "PATH")
+    option(command, "path", "a checkpoint, or a run for its newest complete checkpoint", expanded, "PATH")
     flag(command, "--json", "print everything as one JSON object")
 
 
@@ -721,7 +742,7 @@ def verify_options(command: argparse.ArgumentParser) -> None:
       fourfold checkpoint verify runs/one
       fourfold checkpoint verify runs/one/checkpoints/step-00000100
     """
-    option(command, "path", "a checkpoint, or a run for all its complete checkpoints", Path, "PATH")
+    option(command, "path", "a checkpoint, or a run for all its complete checkpoints", expanded, "PATH")
 
 
 @command("checkpoint convert", "convert to and from PyTorch's DCP format", "checkpoint:convert")
@@ -738,8 +759,8 @@ def convert_options(command: argparse.ArgumentParser) -> None:
       fourfold checkpoint convert dcp/ --from-dcp --to step-00000100
       fourfold checkpoint convert titan/step-500 --from-dcp --prefix model. --to weights/
     """
-    option(command, "source", "a run or a checkpoint; with --from-dcp a DCP folder", Path, "SOURCE")
-    option(command, "--to", "folder to write; must not exist yet", Path, "FOLDER", required=True)
+    option(command, "source", "a run or a checkpoint; with --from-dcp a DCP folder", expanded, "SOURCE")
+    option(command, "--to", "folder to write; must not exist yet", expanded, "FOLDER", required=True)
     direction = command.add_mutually_exclusive_group(required=True)
     flag(direction, "--to-dcp", "write a folder that torch.distributed.checkpoint.load reads")
     flag(direction, "--from-dcp", "read a folder that torch.distributed.checkpoint.save wrote")
@@ -757,8 +778,8 @@ def import_options(command: argparse.ArgumentParser) -> None:
       fourfold import models/gpt2 --out runs/gpt2
       fourfold train --resume runs/gpt2 --data texts/ --steps 500 --grid x=2,z=2
     """
-    option(command, "source", "folder with config.json and model.safetensors, possibly sharded", Path, "DIR")
-    option(command, "--out", "the run's folder; must not exist yet", Path, "RUN", required=True)
+    option(command, "source", "folder with config.json and model.safetensors, possibly sharded", expanded, "DIR")
+    option(command, "--out", "the run's folder; must not exist yet", expanded, "RUN", required=True)
     option(command, "--eod", EOD, metavar="TOKEN")
 
 
@@ -771,8 +792,8 @@ def export_options(command: argparse.ArgumentParser) -> None:
       fourfold export runs/one --to models/mine
       fourfold export runs/gpt2 --step 500 --dtype bf16 --max-shard 2GB --to models/mine
     """
-    option(command, "run_folder", "the folder of a run or of one checkpoint", Path, "RUN")
-    option(command, "--to", "folder to write; must not exist yet", Path, "DIR", required=True)
+    option(command, "run_folder", "the folder of a run or of one checkpoint", expanded, "RUN")
+    option(command, "--to", "folder to write; must not exist yet", expanded, "DIR", required=True)
     option(command, "--step", "use the checkpoint of this step; default: the newest", whole)
     option(command, "--dtype", "dtype of the weights; default: unchanged", choices=EXPORT_DTYPES)
     # transformers limits its files to 5 GB too
@@ -810,7 +831,7 @@ def launch_options(command: argparse.ArgumentParser) -> None:
       fourfold launch --slurm run.toml --out /shared/runs/one --time 24:00:00 --account physics > job.sh
       fourfold launch --k8s run.toml --out /runs/one --image registry/fourfold:1 --claim runs > job.json
     """
-    option(command, "config", "what to train, for example from fourfold plan --config", Path, "CONFIG.toml")
+    option(command, "config", "what to train, for example from fourfold plan --config", expanded, "CONFIG.toml")
     kind = command.add_mutually_exclusive_group(required=True)
     flag(kind, "--slurm", "write a script for sbatch")
     flag(kind, "--k8s", "write a manifest for kubectl apply")
@@ -855,7 +876,7 @@ def doctor_options(command: argparse.ArgumentParser) -> None:
           -m fourfold.cli doctor --preflight run.toml --out /shared/runs/one
     """
     path = "the run's folder; with --preflight, optionally a CONFIG.toml"
-    option(command, "path", path, Path, "RUN", nargs="?")
+    option(command, "path", path, expanded, "RUN", nargs="?")
     flag(command, "--preflight", "check what a long run needs before it starts")
     ahead = command.add_argument_group("with --preflight")
     sizes = "sizes of the axes, such as x=2,z=2; default: the config's grid, or all ranks along data without a config"
@@ -941,7 +962,7 @@ def check_options(command: argparse.ArgumentParser) -> None:
       fourfold schedule check mine.csv
       fourfold schedule check mine.csv --seconds 1,1.2,0.8 --hop 0.1
     """
-    option(command, "path", "the file", Path, "FILE.csv")
+    option(command, "path", "the file", expanded, "FILE.csv")
     option(command, "--seconds", f"{STAGE_SECONDS}; default: 1,1,1", stage_seconds, "F,B,W")
     option(command, "--hop", HOP, not_negative, "SECONDS", default=0.0)
 
@@ -972,7 +993,7 @@ def show_experts_options(command: argparse.ArgumentParser) -> None:
       fourfold experts show runs/moe
       fourfold experts show runs/moe --expert 8 --node 4 --json -
     """
-    option(command, "folder", "the run's folder", Path, "RUN")
+    option(command, "folder", "the run's folder", expanded, "RUN")
     option(command, "--expert", EXPERT_RANKS, world, "N")
     option(command, "--node", EXPERT_NODE, world, "N")
     option(command, "--json", "write everything as JSON; - prints it instead of the text", target_or_output, "FILE")
@@ -989,10 +1010,10 @@ def place_experts_options(command: argparse.ArgumentParser) -> None:
       fourfold experts place runs/moe
       fourfold experts place runs/moe --expert 8 --node 4 --out runs/even
     """
-    option(command, "folder", "the run's folder", Path, "RUN")
+    option(command, "folder", "the run's folder", expanded, "RUN")
     option(command, "--expert", EXPERT_RANKS, world, "N")
     option(command, "--node", EXPERT_NODE, world, "N")
-    option(command, "--out", "the folder to write, which must not exist yet; default: RUN-placed", Path, "FOLDER")
+    option(command, "--out", "the folder to write, which must not exist yet; default: RUN-placed", expanded, "FOLDER")
 
 
 @command("completion", "let the shell complete commands and options", "completion:completion")

@@ -485,10 +485,10 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
 
 def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
     """Compare training on the grid with training in one process, on the run's own batches, without micro-batches."""
-    if steps < 1 or config.data.apart:
+    if config.data.apart:
         raise ValueError(
             f"--compare-serial {steps} with data.documents={config.data.documents} and data.pack={config.data.pack}: "
-            "compare at least one step, with data.documents=false and data.pack=windows"
+            "compare with data.documents=false and data.pack=windows"
         )
     seed = config.train.seed
     with tempfile.TemporaryDirectory() as cache:
@@ -522,7 +522,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.profile and options.compare_serial is not None:
         raise ValueError("--compare-serial does not train, so it has no steps to --profile; leave one of them out")
     if options.resume is not None:
-        if options.out is not None and Path(options.out) != options.resume:
+        if options.out is not None and options.out != options.resume:
             raise ValueError(
                 f"--resume {options.resume} resumes in that folder, so --out {options.out} has no effect; leave one out"
             )
@@ -548,13 +548,14 @@ def requested(options: argparse.Namespace, ranks: int | None) -> TrainConfig:
         changes += [(f"grid.{axis}", size) for axis, size in options.grid.items()]
     if options.data is not None:
         changes.append(("data.sources", [{"path": path} for path in options.data]))
+    out = options.out if options.resume is None else options.resume
     given = {
         "model.name": options.model,
         "train.steps": options.steps,
         "train.epochs": options.epochs,
         "train.minutes": options.minutes,
         "policy.dtype": options.dtype,
-        "train.out": options.out if options.resume is None else str(options.resume),
+        "train.out": None if out is None else str(out),
         "plan.machine": options.machine,
     }
     changes += [(key, value) for key, value in given.items() if value is not None]

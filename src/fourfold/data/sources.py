@@ -130,6 +130,10 @@ def _open_tokens(path: Path, tokenizer: Tokenizer | None, eod: int | None) -> To
 
 def _missing(path: Path) -> FileNotFoundError:
     """Return the error for a path that does not exist, with the most similar names in the nearest folder that does."""
+    if path.is_symlink():
+        return FileNotFoundError(
+            f"{path} is a link to {os.readlink(path)!r}, which is not there; mount its storage, or mend the link"
+        )
     folder = path.parent
     while not folder.is_dir():
         path, folder = folder, folder.parent

@@ -14,6 +14,8 @@ from torch import Tensor
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 """Usual names of the token that ends a document. The first of them that is in the vocabulary is used."""
+RUST_PANIC = "pyo3_runtime"
+"""The module that the exception of a panic in Rust names as its own; it cannot be imported."""
 
 
 class Tokenizer(ABC):
@@ -156,14 +158,14 @@ def _load(path: Path) -> Any:
 def _naming_errors(what: str, way_out: str) -> Iterator[None]:
     """Turn every error of the package tokenizers into one that says what failed and what to do.
 
-    It raises a bare Exception, and where Rust panics a BaseException, such as where a regular expression like (a+)+$
-    has tried ten million ways to match.
+    It raises a bare Exception, and where Rust panics a BaseException that no module exports, such as where a regular
+    expression like (a+)+$ has tried ten million ways to match.
     """
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != RUST_PANIC:
+            raise
         raise ValueError(f"{what}: {error}; {way_out}") from error
 
 
