@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import isqrt, prod
 from typing import TYPE_CHECKING, Any
 
 from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, FOLD, FOLD_SIZES, FOLDED, FOLDED_ALONG, MOST_DEVICES, PIPE
@@ -330,6 +330,12 @@ def sizes_by_axis(sizes: Sequence[int], named: Mapping[str, int]) -> dict[str, i
     return dict.fromkeys(AXES, 1) | given | dict(named)
 
 
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending; it takes only the square root of so many steps."""
+    low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return [*low, *(number // size for size in reversed(low) if size * size < number)]
+
+
 def shapes_of(world: int, order: Sequence[str] = AXES, *, axes: Sequence[str] = CUTS) -> Iterator[Shape]:
     """Yield every way to factor `world` ranks into a grid of these axes, powers of two or not."""
     if world < 1:
@@ -339,9 +345,8 @@ def shapes_of(world: int, order: Sequence[str] = AXES, *, axes: Sequence[str] = 
         if axes == 1:
             yield (left,)
             return
-        for size in range(1, left + 1):
-            if left % size == 0:
-                yield from ((size, *rest) for rest in factor(left // size, axes - 1))
+        for size in divisors(left):
+            yield from ((size, *rest) for rest in factor(left // size, axes - 1))
 
     for sizes in factor(world, len(axes)):
         yield Shape(**dict(zip(axes, sizes, strict=True)), order=tuple(order))

@@ -65,6 +65,7 @@ KEPT: list[tuple[str, dict[str, Any], Shape, ff.Policy, int, bool]] = [
     ("gpt-tiny", {}, Shape(), ff.Policy(offload=True, recompute="block"), 8, False),
     ("llama-tiny", {}, Shape(z=2, context=2), ff.Policy(compute_dtype=BF16), 4, True),
     ("moe-tiny", {}, Shape(z=2, expert=2), ff.Policy(), 2, False),
+    ("moe-tiny", {"layers": 4}, Shape(pipe=2), ff.Policy(), 2, False),  # ids and counts, 2.4 kB, are not in the numbers
 ]
 """A model with other sizes, grid, policy, rows, and whether these are packed documents."""
 

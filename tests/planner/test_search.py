@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations, product
@@ -23,10 +24,10 @@ from fourfold.planner.machine import HostSpeed, Machine, load_machine
 from fourfold.planner.price import Candidate, Price, Task, memory_of, price, timeline
 from fourfold.planner.program import LaunchOp
 from fourfold.planner.search import search, search_built
-from fourfold.planner.space import Space
+from fourfold.planner.space import Space, context_sizes
 from fourfold.planner.step_program import step_program
 from fourfold.policy import Policy
-from fourfold.shape import Shape, shapes_of
+from fourfold.shape import Shape, divisors, shapes_of
 from fourfold.train.config import read_config
 from fourfold.train.defaults import rows_near
 from fourfold.train.planning import resolve
@@ -357,3 +358,14 @@ def test_a_plan_is_tuned_to_what_the_machine_does_best() -> None:
     tuned = search(Task(SMALL, machine, 4, 256, captured=True), 4).best
     assert not tuned.task.captured
     assert run_config(tuned, "llama-3-8b", "dgx-h100").train.graph == "off"
+
+
+def test_a_search_of_a_million_devices_does_not_count_to_a_million() -> None:
+    """A plan of 2^20 devices had no answer within 400 s: every grid tried each number up to that of its places."""
+    for number in range(1, 200):
+        assert divisors(number) == [size for size in range(1, number + 1) if number % size == 0]
+    task = Task(ff.models.config("gpt-tiny"), load_machine("perlmutter"), rows=1 << 12, seq=1 << 17)
+    began = time.process_time()
+    for _ in range(1000):
+        assert context_sizes(task, Shape(z=1 << 20)) == [256, 512]
+    assert time.process_time() - began < 20, "it takes about a second"

@@ -17,7 +17,7 @@ from fourfold.planner.grid_plan import Refused
 from fourfold.planner.pipe import MOST_PIPE
 from fourfold.planner.price import Candidate, Task
 from fourfold.policy import SAVES_MEMORY, Activations, Policy
-from fourfold.shape import Shape, shapes_of
+from fourfold.shape import Shape, divisors, shapes_of
 
 MANY_DEVICES, WIDE_NODES = 512, 4
 """From this many devices on, grids whose x and y, or z, span more than so many nodes are not combined with pipe: stages
@@ -73,8 +73,8 @@ def orders_of(*, pipelines: bool) -> tuple[tuple[str, ...], ...]:
 
 def context_sizes(task: Task, shape: Shape) -> list[int]:
     """Return the smallest sizes of a context group that a grid may have."""
-    sizes = [size for size in range(2, shape.places + 1) if shape.places % size == 0]
-    possible = [size for size in sizes if task.rows * size % shape.places == 0]
+    places = shape.places
+    possible = [size for size in divisors(places)[1:] if task.rows * size % places == 0]
     return [size for size in possible if task.seq // size >= LEAST_TOKENS][:MOST_CONTEXTS]
 
 
