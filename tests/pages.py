@@ -29,6 +29,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import warm
 from harness import PRELOAD, Ranks, _context, as_torchrun
 
@@ -123,6 +125,8 @@ _namespace: dict[str, object] = {"__name__": "__main__"}
 def run_python(page: str, block: Block, folder: str) -> None:
     """A job: the block, after those before it."""
     os.chdir(folder)
+    if len(_namespace) == 1:  # the first block: a rank of torchrun's has a seed of its own, one of ours was forked
+        torch.manual_seed(1000 + int(os.environ["LOCAL_RANK"]))
     code = compile("\n" * (block.line - 1) + block.text, page, "exec")
     with warnings.catch_warnings(), as_torchrun():
         warnings.simplefilter("error")

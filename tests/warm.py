@@ -106,6 +106,7 @@ def _begin(
     os.environ.clear()
     os.environ |= env
     os.chdir(cwd)
+    torch.manual_seed(os.getpid())  # a new process has a seed of its own, forks share that of the forkserver
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch has read the variable long ago, when it was imported
     if LAUNCHED in env:
         os.environ[LAUNCHED] = str(os.getppid())  # a forked rank's parent is the forkserver, not the launcher
