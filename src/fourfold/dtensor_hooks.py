@@ -15,7 +15,8 @@ DTensors on meshes of others are left to torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,11 +61,30 @@ def gate_redistribution() -> None:
             # of a whole tensor each rank takes its part by itself
             moved = [not a.is_replicate() and a != b for a, b in zip(now.placements, then.placements, strict=True)]
             grid.gate.enter(now.mesh, tuple(moved), "joining the parts of a sharded tensor")
+            for here, there in pairwise(_one_at_a_time(now, then)):
+                local_tensor = move(local_tensor, here, there, **options)
+            return local_tensor
         return move(local_tensor, now, then, **options)
 
     together.__fourfold__ = True  # type: ignore[attr-defined]
     for module in (_redistribute, _api, _dispatch):  # each has imported it under its name
         setattr(module, move.__name__, together)
+
+
+def _one_at_a_time(now: DTensorSpec, then: DTensorSpec) -> Iterator[DTensorSpec]:
+    """Yield the specs through which a tensor becomes another one: to become whole, it joins one dim of the mesh a time.
+
+    torch 2.11 joins several dims in one message, over a mesh that it cannot make of a grid's.
+    """
+    yield now
+    lies = list(now.placements)
+    if all(a == b or b.is_replicate() for a, b in zip(now.placements, then.placements, strict=True)):
+        for dim in reversed(range(now.mesh.ndim)):  # the innermost cut first
+            if lies[dim] != then.placements[dim]:
+                lies[dim] = then.placements[dim]
+                yield DTensorSpec(now.mesh, tuple(lies), now.tensor_meta)
+    else:
+        yield then
 
 
 def read_whole_numbers() -> None:
@@ -117,15 +137,11 @@ def _whole(tensor: DTensor) -> Tensor:
     mesh = tensor.device_mesh
     if not hasattr(mesh, GRID):
         return tensor._local_tensor
-    found = tensor._local_tensor.to(mesh.device_type)  # where its groups communicate
+    local = tensor._local_tensor.to(mesh.device_type)  # where its groups communicate
     # a part on an axis of one rank is whole; torch would send it to itself
     lies = [Replicate() if mesh.size(dim) == 1 else each for dim, each in enumerate(tensor.placements)]
-    for dim in reversed(range(mesh.ndim)):  # the innermost cut first, and one at a time: torch warns of several at once
-        if not lies[dim].is_replicate():
-            now, lies[dim] = tuple(lies), Replicate()
-            specs = [DTensorSpec(mesh, tuple(each), tensor._spec.tensor_meta) for each in (now, lies)]
-            found = _redistribute.redistribute_local_tensor(found, *specs)
-    return found
+    now, then = (DTensorSpec(mesh, tuple(each), tensor._spec.tensor_meta) for each in (lies, [Replicate()] * mesh.ndim))
+    return _redistribute.redistribute_local_tensor(local, now, then)
 
 
 def _all(flags: Any) -> bool:
