@@ -35,6 +35,7 @@ ORDER = [
     "recording",
     "job",
     "gate",
+    "pass_order",
     "dtensor_hooks",
     "torch_hooks",
     "grid",

@@ -74,6 +74,11 @@ class LateRanksError(TimeoutError):
         self.ranks = ranks
 
 
+class UnlikeRanksError(RuntimeError):
+    """This rank does something that other ranks do not do, and they wait for it in a collective; the message says what
+    each of them does."""
+
+
 class FailedElsewhereError(RuntimeError):
     """Another rank could not do its part; the message says which rank and why, `failure` of which kind it was."""
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
-from fourfold.axes import BATCH, CONTEXT, CUTS, REPLICAS
+from fourfold.axes import BATCH, CONTEXT, CUTS, REPLICA, REPLICAS
 from fourfold.comm import Arrived, Pending
 from fourfold.engine import Engine, in_backward
 from fourfold.grad_hooks import ParameterHooks
@@ -312,6 +312,9 @@ class Gradients:
         self._bucket: tuple[Bucket, list[int]] | None = None  # the next to be launched, with its parameters' ids
         self.places: ReductionOrder | None = None
         """Keeps the places along z in one order, for models in which each place runs code of its own."""
+        self._came = self._came_to_loss = -1
+        """The backward passes that have come to the order of passes last, before messages over z and for a loss."""
+        self._came_to_sums = False
         self._watch_leaves()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
@@ -335,8 +338,11 @@ class Gradients:
         self._to_begin, self._to_finish = passes, passes + until_end_step
         self._summing = False
 
-    def begin_forward(self, kind: Hashable, *, guarded: bool = False) -> None:
-        """Begin a forward pass of the model; passes of one `kind` use the same weights in the same order."""
+    def begin_forward(self, kind: Hashable, *, guarded: bool = False, of_batch: bool = False) -> None:
+        """Begin a forward pass of the model; passes of one `kind` use the same weights in the same order.
+
+        `of_batch`: the pass itself sends messages to all places, such as those of a loss.
+        """
         if kind == "evaluation":  # which people call on one rank alone
             alike = self.grid.shape.folded or self.grid.size(CONTEXT) > 1
             dims = tuple([alike or axis not in REPLICAS for axis in CUTS])  # places of replicas exchange nothing
@@ -345,6 +351,7 @@ class Gradients:
         if self._passes and not in_backward():  # a backward pass failed, so autograd did not call its callback
             self.engine.abandon()
             self._give_up()
+        self._come(f"a forward pass ({kind})", BATCH if of_batch else (GATHERED,))
         if self.places is not None:
             self.places.begin(kind)
         self.forward_pass = ForwardPass()
@@ -354,6 +361,41 @@ class Gradients:
             self._to_begin = max(0, self._to_begin - 1)
         self._watch_leaves()  # a parameter that was frozen may be trained now
         self.engine.begin(kind)
+
+    def come_to_backward(self) -> None:
+        """Begin a backward pass in the order of passes, before its first message over z; nothing outside of one."""
+        this_pass = torch._C._current_graph_task_id()
+        if this_pass not in (-1, self._came) and not self._passes:
+            self._came = this_pass
+            self._come("a backward pass", (GATHERED,))
+
+    def come_to_losses(self) -> None:
+        """Begin what all places compute together in a forward pass, or just after it: losses, a comparison."""
+        if self.grid.size(REPLICA) > 1:  # else the places are those along z, whose passes have come
+            self._come("a forward pass with messages to all places", BATCH)
+
+    def come_to_loss_gradient(self) -> None:
+        """Begin a backward pass with the gradient of a loss that all places compute together."""
+        this_pass = torch._C._current_graph_task_id()
+        if self.grid.size(REPLICA) > 1 and this_pass != self._came_to_loss:
+            self._came_to_loss = this_pass
+            self._come("a backward pass from a loss", BATCH)
+
+    def come_to_sums(self) -> None:
+        """Begin the sums of a step's gradients over all places."""
+        if self.grid.size(REPLICA) > 1 and not self._came_to_sums:
+            self._came_to_sums = True
+            self._come("the sums of gradients", BATCH)
+
+    def come_to_step(self) -> None:
+        """Begin a step of an optimizer, between whose steps all places run equally many passes."""
+        for axes in ((GATHERED,), BATCH if self.grid.size(REPLICA) > 1 else ()):
+            self._come("a step of an optimizer", axes)
+
+    def _come(self, kind: str, axes: Sequence[str]) -> None:
+        name, (parameter, _) = next(iter(self.parameters.items()), ("", (None, None)))
+        if parameter is not None and not parameter.is_meta:
+            self.grid.come(f"{kind} of the model with {name}", axes)
 
     def forget_step(self) -> None:
         """Forget a step that could not be recorded: nothing was sent, so there is nothing to wait for."""
@@ -372,7 +414,7 @@ class Gradients:
     def _give_up(self) -> None:
         """End all passes without completing their gradients."""
         self._passes.clear()
-        self._summing = False
+        self._summing = self._came_to_sums = False
         self._new.clear()
         self._sums.clear()
         self.hooks.forget()
@@ -406,6 +448,7 @@ class Gradients:
         this_pass = torch._C._current_graph_task_id()
         if this_pass in self._passes or not in_backward():
             return
+        self.come_to_backward()
         left_out = self.hooks.left_out()
         # a backward pass inside another one (activation checkpointing) reaches other parameters than the outer one
         self._left_out = self._left_out & left_out if self._passes else left_out
@@ -658,6 +701,7 @@ class Gradients:
         self._advance(begun)
         self._advance([BucketSum(self, bucket) for bucket in again])
         waiting = {key for key in self._new if self._tracked[key].name in self.on_two_ranks}
+        self._came_to_sums = False
         complete, self._new = self._new - waiting, waiting
         self.hooks.call(complete)
         self._replicas.step()
@@ -744,6 +788,7 @@ class BucketSum:
 
     def __init__(self, gradients: Gradients, bucket: Bucket) -> None:
         self.gradients, self.bucket = gradients, bucket
+        gradients.come_to_sums()
         self.tracked = [gradients._tracked[id(gradients.parameters[name][0])] for name in bucket.names]
         self.late = False
         """Whether a gradient came after the bucket was launched."""

@@ -17,7 +17,7 @@ import socket
 import zlib
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import ClassVar, NoReturn, Protocol, TypeVar, cast
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.axes import AXES, BATCH, CONTEXT, CUTS, FOLD, FOLDED, PIPE
 from fourfold.environment import Environment, stay_on_loopback
-from fourfold.errors import FailedElsewhereError, Failure, LateRanksError, failure_of
+from fourfold.errors import FailedElsewhereError, Failure, LateRanksError, UnlikeRanksError, failure_of
 from fourfold.gate import Gate
 from fourfold.job import (
     START_SECONDS,
@@ -44,6 +44,7 @@ from fourfold.job import (
     typed_errors,
 )
 from fourfold.ledger import Ledger
+from fourfold.pass_order import PassOrder
 from fourfold.recording import Recording
 from fourfold.schedule.action import Lane
 from fourfold.shape import Shape, axes_signature
@@ -183,6 +184,8 @@ class Grid:
         """What the host must do for the step that is being recorded now; None while steps run as usual."""
         self.agreed: dict[str, str] = {}
         """What all ranks have agreed on last, such as the number of micro-batches (`agree_on_change`)."""
+        self._passes: dict[tuple[str, ...], PassOrder] = {}
+        """The order of the passes that send messages along some axes (`come`)."""
         self.connected: set[tuple[int, ...]] = set()
         """The placements of stages between whose ranks messages have travelled."""
         self.broken_off = ""
@@ -317,7 +320,7 @@ class Grid:
         try:
             found = self.channel.decide(text, partial(difference, what, self.channel.ranks), self.channel.seconds / 2)
         except LateRanksError as late:
-            raise RuntimeError(
+            raise UnlikeRanksError(
                 f"ranks disagree on {what}: this rank, {self.channel.rank}, has {text!r} since now, and "
                 f"{ranks_text(late.ranks) if late.ranks else 'another rank'} did not change; give every rank the same"
             ) from late
@@ -329,6 +332,26 @@ class Grid:
         if self.agreed.get(what) != text and self.shape.world > 1:
             self.agree_in_time(what, text)
             self.agreed[what] = text
+
+    def come(self, kind: str, axes: Sequence[str]) -> None:
+        """Begin a pass that sends messages along these axes; raise if the ranks along them begin another one.
+
+        A pipeline agrees on its number of micro-batches instead: its ranks along pipe run passes of their own.
+        """
+        along = tuple(axis for axis in axes if self.size(axis) > 1)
+        if not along or self.muted or self.recording is not None or self.size(PIPE) > 1 or len(self.channel.ranks) == 1:
+            return
+        if along not in self._passes:
+            ranks = self.ranks_along(along)
+            self._passes[along] = PassOrder(Channel(f"passes over {' '.join(along)}", ranks))
+        # before the collectives in which the others may wait reach their deadline
+        self._passes[along].come(kind, self.channel.seconds / 2)
+
+    def ranks_along(self, axes: Sequence[str]) -> list[int]:
+        """Return the ranks of the job that have this rank's coordinates but along these axes."""
+        own = {axis: place for axis, place in self.shape.coords(self.rank).items() if axis not in axes}
+        coords: Iterator[dict[str, int]] = (dict(self.shape.coords(rank)) for rank in range(self.shape.world))
+        return [self.ranks[rank] for rank, each in enumerate(coords) if own.items() <= each.items()]
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from fourfold import comm
 from fourfold.engine import BACKWARD, OrderedGather, in_backward
-from fourfold.errors import LateRanksError
+from fourfold.errors import LateRanksError, UnlikeRanksError
 from fourfold.gradients import Gradients
-from fourfold.grid import Grid
 from fourfold.job import Channel
 from fourfold.layout import GATHERED
 from fourfold.param_group import SIDE_BY_SIDE, GroupMember, ParamGroup
@@ -213,6 +212,7 @@ class PlaceOrder:
     def _is_in_pass(self) -> bool:
         """Return whether a pass is running; a backward pass begins with its first message."""
         if self._active and in_backward() and self._kind != BACKWARD:
+            self.gradients.come_to_backward()
             self.begin(BACKWARD)
         return self._active and self._kind is not None
 
@@ -352,7 +352,7 @@ class PlaceOrder:
 
     def _ask(self, text: str, judge: Callable[[Sequence[str]], str], step: Step | None = None) -> str:
         if self._channel is None:
-            self._channel = Channel("places along z", _along_z(self.grid))
+            self._channel = Channel("places along z", self.grid.ranks_along((GATHERED,)))
         try:
             # before the collectives in which the others may wait reach their deadline
             return self._channel.decide(text, judge, self.grid.channel.seconds / 2)
@@ -361,18 +361,11 @@ class PlaceOrder:
                 raise
             raise self._error(step) from late
 
-    def _error(self, step: Step) -> RuntimeError:
+    def _error(self, step: Step) -> UnlikeRanksError:
         what = "to end its pass" if step is END else f"to use {step.names[0].rpartition('.')[0] or step.names[0]}"
-        return RuntimeError(
+        return UnlikeRanksError(
             f"this place is about {what}, and another place of axis {GATHERED} another layer: parameters are gathered "
             f"over {GATHERED}, so all places must use the same layers in the same order (as under FSDP); a place may "
             "leave out elements of a ModuleList or ModuleDict that has several alike, and nothing else; let every "
             f"place run the layer, on no rows if need be, or use a grid with {GATHERED}=1"
         )
-
-
-def _along_z(grid: Grid) -> list[int]:
-    """Return the ranks of the job that have this rank's coordinates but for z."""
-    own = {axis: place for axis, place in grid.shape.coords(grid.rank).items() if axis != GATHERED}
-    coords: Iterator[dict[str, int]] = (dict(grid.shape.coords(rank)) for rank in range(grid.shape.world))
-    return [grid.ranks[rank] for rank, each in enumerate(coords) if own.items() <= each.items()]

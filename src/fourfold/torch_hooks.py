@@ -62,6 +62,7 @@ ELEMENTWISE = (
 def install_torch_hooks() -> None:
     """Change torch for the rest of this process, for meshes and parameters of a grid."""
     register_optimizer_step_pre_hook(_refuse_unfit)
+    register_optimizer_step_pre_hook(_come_to_step)
     speed_up_strategies()
     install_dtensor_hooks()
     extend_norms()
@@ -246,6 +247,13 @@ def _refuse_unfit(optimizer: Optimizer, *_: Any) -> None:
         return
     if any(isinstance(each, DTensor) and hasattr(each.device_mesh, GRID) for each in parameters):
         raise TypeError(f"{unfit.__name__} cannot step parameters that are sharded over a grid; {ELEMENTWISE}")
+
+
+def _come_to_step(optimizer: Optimizer, *_: Any) -> None:
+    """Let the ranks of a grid take their steps between the same passes; torch calls this before every step."""
+    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    if (owner := getattr(first, "gradients", None)) is not None and (gradients := owner()) is not None:
+        gradients.come_to_step()
 
 
 def unfit_kind(kind: type[Optimizer]) -> type | None:

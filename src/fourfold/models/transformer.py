@@ -154,7 +154,7 @@ class Transformer(Layer):
             return run_plain(self, batch, count)
         if self.training:
             self.clock.advance()  # the next micro-step draws other dropout masks
-        self.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
+        self.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation", of_batch=True)
         result, faults = self.run_stage(0, batch, None, count)
         self.report(batch, faults)
         return result

@@ -78,8 +78,10 @@ class ModelContext:
         """How many of torch's loss functions the pass has called."""
         self.place_sums: list[weakref.ref[Tensor]] = []
         """The losses of the pass that torch's functions returned as sums over the rows of this place."""
-        self.expected_losses: int | None = None
-        """How many of torch's losses earlier passes of this kind have called; None if that is not compared."""
+        self.calls: list[str] = []
+        """The calls of the pass that send messages to all places: torch's losses and `whole_batch`."""
+        self.expected_calls: list[str] | None = None
+        """The same of earlier passes of this kind; None if calls are not compared."""
         self.local_losses = False
         """Whether torch's losses inside the model are each place's own. A model that calls one loss per row makes
         different numbers of calls on different places, so the calls cannot be reduced together."""
@@ -118,7 +120,7 @@ class ModelContext:
         """Reset the state of a pass."""
         self.end_pass()
         self.in_pass, self.last_layer, self.grad_enabled = True, "", torch.is_grad_enabled()
-        self.loss_read_logits, self.loss_calls = False, 0
+        self.loss_read_logits, self.loss_calls, self.calls = False, 0, []
         self.place_sums.clear()
         self.made_whole.clear()
 

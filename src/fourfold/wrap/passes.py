@@ -115,16 +115,33 @@ class GlobalLosses(TorchFunctionMode):
                 f"ff.whole_batch gathers equally many rows of each place; this place has {len(rows)}, another has "
                 "more or fewer: pad the rows, or give all places the same number"
             )
+        self._come("ff.whole_batch")
         return gather_rows(rows, context.grid) if sample is None else sample.whole_batch(rows, context.grid)
+
+    def _come(self, call: str) -> None:
+        """Come to a call that sends messages to all places; where earlier passes had another one, ranks meet."""
+        context = self.context
+        if context.expected_calls is None:
+            return
+        if not context.calls:
+            context.gradients.come_to_losses()
+        context.calls.append(call)
+        at = len(context.calls) - 1
+        if context.expected_calls[at : at + 1] != [call]:
+            context.grid.agree_in_time(CALLS, f"{call} as number {at + 1}")
 
     def _loss(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         context = self.context
         context.loss_calls += 1
-        if context.loss_calls - 1 == context.expected_losses and not context.local_losses:
-            context.grid.agree_in_time("how many of torch's losses the model calls", f"{context.loss_calls} or more")
+        if not context.local_losses:
+            self._come(func.__name__)
         if context.own_tokens is not None:
             return loss_of_group(context, func, args, kwargs)
         return func(*args, **kwargs) if context.local_losses else global_loss(context, func, args, kwargs)
+
+
+CALLS = "which of torch's losses and ff.whole_batch the model calls"
+"""The calls in forward that send messages to all places, in words."""
 
 
 def _gather_mixed_parameters(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -216,7 +233,12 @@ def _average_gradient(context: ModelContext, loss: Tensor) -> Tensor:
     places = context.grid.shape.places
     if places == 1 or not loss.requires_grad:
         return loss
-    return Conjugate.apply(loss, torch.clone, lambda gradient: sum_over_batch(gradient, context.grid, "loss") / places)
+
+    def average(gradient: Tensor) -> Tensor:
+        context.gradients.come_to_loss_gradient()
+        return sum_over_batch(gradient, context.grid, "loss") / places
+
+    return Conjugate.apply(loss, torch.clone, average)
 
 
 _signature = cache(inspect.signature)  # reading a signature takes longer than a small loss
@@ -294,10 +316,13 @@ class RootAdapter(Adapter):
         """Passes in evaluation mode, so that each of them draws other random numbers."""
         self.trainings = 0
         """Passes in training mode. Buffers are compared after the first one, then at doubling intervals."""
+        self.has_buffers: bool | None = None
+        """Whether the model had buffers before its first training pass. Without buffers places may run unequal numbers
+        of passes that send nothing."""
         self.written: set[str] = set()
         """The buffers that forward has written on this rank."""
-        self.losses: dict[Hashable, int] = {}
-        """How many of torch's losses a pass calls, by kind of pass: the same number on all ranks."""
+        self.calls: dict[Hashable, list[str]] = {}
+        """The calls of a pass that send messages to all places, by kind of pass: the same on all ranks."""
 
     def _first_time(self, *check: Hashable) -> bool:
         """Return whether a check has not been made before, and note that it is made now."""
@@ -334,13 +359,15 @@ class RootAdapter(Adapter):
             )
         recorded = context.grid.recording is not None  # torch's generators cannot be seeded then
         with no_draws() if recorded else _all_seeded(seed, context.grid.device):
-            self._expect_losses(kind)
+            self._expect_calls(kind)
             result = self._pass(forward, args, kwargs)
-        self._require_same_losses(kind)
+        self._require_same_calls(kind)
         if module.training:
             self.trainings += 1
+            self.has_buffers = bool(before) if self.has_buffers is None else self.has_buffers
             self._note_written(module, before)
-            if context.grid.shape.places > 1 and self.trainings.bit_count() == 1 and not context.grid.muted:
+            compared = self.has_buffers and context.grid.shape.places > 1 and not context.grid.muted
+            if compared and self.trainings.bit_count() == 1:
                 self._require_same_buffers(module)
         if first:
             _refuse_losses(module, result, scalars.strange)
@@ -432,20 +459,18 @@ class RootAdapter(Adapter):
         grid.agree_in_time("the arguments that the model is given", ", ".join(kind))
         return True
 
-    def _expect_losses(self, kind: tuple[str, ...]) -> None:
-        """Let a loss meet the other ranks if earlier passes of this kind have called fewer."""
+    def _expect_calls(self, kind: Hashable) -> None:
+        """Let calls that send messages to all places meet the other ranks, unless earlier passes have made the same."""
         context = self.context
         compared = context.grid.shape.places > 1 and not context.grid.muted
-        context.expected_losses = self.losses.get(kind) if compared else None
+        context.expected_calls = self.calls.get(kind, []) if compared else None
 
-    def _require_same_losses(self, kind: tuple[str, ...]) -> None:
-        """Meet the other ranks if this pass has called another number of losses than earlier ones of its kind."""
+    def _require_same_calls(self, kind: Hashable) -> None:
+        """Meet the other ranks if this pass has made other calls than earlier ones of its kind."""
         context = self.context
-        if context.grid.shape.places == 1 or context.grid.muted or context.local_losses:
-            return
-        if self.losses.get(kind) != context.loss_calls:
-            context.grid.agree_in_time("how many of torch's losses the model calls", str(context.loss_calls))
-            self.losses[kind] = context.loss_calls
+        if context.expected_calls is not None and self.calls.get(kind, []) != context.calls:
+            context.grid.agree_in_time(CALLS, f"{len(context.calls)} in all")
+            self.calls[kind] = context.calls
 
     def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Scalars:
         """Check whether rows depend on each other (rows.py)."""
@@ -454,7 +479,7 @@ class RootAdapter(Adapter):
         def on_sample(sample: RowSample, args: tuple, kwargs: dict) -> Any:
             context.sample = sample
             try:
-                context.expected_losses = None
+                self._expect_calls("check of rows")  # of which no calls are known: all of them meet
                 context.gradients.begin_forward("check of rows", guarded=True)
                 return self._pass(forward, args, kwargs)
             finally:
@@ -523,6 +548,7 @@ class RootAdapter(Adapter):
         """
         grid = self.context.grid
         found = {name: _digest(buffer) for name, buffer in module.named_buffers() if not buffer.is_meta}
+        self.context.gradients.come_to_losses()
         same = equal_along(key_of(*found.items()), grid, BATCH)
         if equal_along(int(same), grid, CUTS) and same:
             return

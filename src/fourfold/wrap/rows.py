@@ -30,7 +30,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from fourfold import comm
 from fourfold.axes import BATCH, CUTS
+from fourfold.errors import FailedElsewhereError, LateRanksError, UnlikeRanksError
 from fourfold.grid import Grid
+from fourfold.job import ranks_text
 from fourfold.nn.rng import key_of, seeded_outside_torch, states_outside_torch
 from fourfold.operators import Conjugate
 from fourfold.wrap.draws import SameDraws
@@ -149,13 +151,12 @@ def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tu
     for dim in context.rows_dims:
         if not rows_along(dim, args, kwargs):
             continue
-        try:
-            differs, scalars = RowComparison(context, model, run, args, kwargs, dim).verdict()
-        except Exception as error:  # the user's code may be written for one number of rows
-            context.unchecked = f"the model does not run on other numbers of rows ({type(error).__name__}: {error})"
-            if listed:
-                return _leave_listed_rows(context)
+        found = _verdict(context, RowComparison(context, model, run, args, kwargs, dim))
+        if found is None and listed:
+            return _leave_listed_rows(context)
+        if found is None:
             continue
+        differs, scalars = found
         if differs is None:
             return scalars
         dependent.append(differs)
@@ -170,6 +171,17 @@ def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tu
         "(before a similarity, a mean over the batch, ...), or compute it outside of the model; if rows do not lie "
         f"along dim {dim} of the inputs, say so: ff.parallelize(..., rows_dim={1 - dim})"
     )
+
+
+def _verdict(context: ModelContext, comparison: RowComparison) -> tuple[str | None, Scalars] | None:
+    """Return the verdict of a comparison, or None on all ranks if the model does not run on the sampled rows."""
+    try:
+        return comparison.verdict()
+    except (UnlikeRanksError, LateRanksError):  # not all ranks leave the check
+        raise
+    except Exception as error:  # the user's code may be written for one number of rows
+        context.unchecked = f"the model does not run on other numbers of rows ({type(error).__name__}: {error})"
+        return None
 
 
 def lists_in(values: Iterable[Any]) -> Iterator[list[Any]]:
@@ -334,9 +346,36 @@ class RowComparison:
         ):
             warnings.simplefilter("ignore")  # these rows are not the user's batch: a statistic over one row may warn
             torch.manual_seed(seed)
-            with draws(state):
-                outputs = leaves_of(self.run(RowSample(self.places, joint), *inputs))
+            error: Exception | None = None
+            outputs: list[Any] = []
+            try:
+                with draws(state):
+                    outputs = leaves_of(self.run(RowSample(self.places, joint), *inputs))
+            except Exception as found:
+                error = found
+            self._leave_together(error)
             return outputs, (states_outside_torch(), state.drawn())
+
+    def _leave_together(self, error: Exception | None) -> None:
+        """Raise on every rank if a pass has failed on one of them, on which the others would wait."""
+        if isinstance(error, UnlikeRanksError):
+            raise error
+        channel = self.context.grid.channel
+        here = "" if error is None else f"rank {channel.rank}: {type(error).__name__}: {error}"
+        try:
+            found = channel.decide(here, lambda texts: next(filter(None, texts), ""), channel.seconds / 2)
+        except LateRanksError as late:
+            if error is None:
+                raise
+            raise UnlikeRanksError(
+                f"the model failed on this rank, {channel.rank}, and not on "
+                f"{ranks_text(late.ranks) if late.ranks else 'others'}, which wait for its messages: {here}; let the "
+                "model fail on all ranks, or on none"
+            ) from error
+        if error is not None:
+            raise error
+        if found:
+            raise FailedElsewhereError(found)
 
     def _first_that_differs(self, alone: list[Any], other: list[Any]) -> str | None:
         """Describe the first output with rows that differ on any place; None if there is no such output.
