@@ -36,6 +36,7 @@ from fourfold.wrap.grid_tensor import GridTensor
 from harness import grid_of
 from people_blocks import BLOCKS, Draws, Stateful
 from people_losses import ENDINGS, OF_WEIGHTS, PENALTIES, Batch, Results, draw_batch, weights_outside
+from people_steps import BY_HAND, HABITS, PASSES
 
 TOLERANCE = 1e-9
 GRIDS = (
@@ -65,6 +66,7 @@ class Case:
     penalty: str = ""
     weights_outside: bool = False
     loop: str = "plain"
+    habit: str = ""
     optimizer: str = "sgd"
     width: int = 6
     seq: int = 4
@@ -126,6 +128,8 @@ def one_at_a_time() -> Iterator[dict[str, Any]]:
         yield dict(ending=name)
     for name in LOOPS:
         yield dict(loop=name)
+    for name in HABITS:
+        yield dict(habit=name)
     for name in STEMS:
         yield dict(stem=name)
     for name in OPTIMIZERS:
@@ -160,6 +164,7 @@ def combined(case: Case, draws: Random) -> Case:
         width=draws.choice((4, 5, 6, 6, 7, 8, 9, 12, 13)),
         options=options,
         shared=draws.random() < 0.1,
+        habit=draws.choice(list(HABITS)) if draws.random() < 0.5 else "",
     )
 
 
@@ -503,6 +508,8 @@ class Side:
     step: int = 0
     leaf: Tensor = field(default_factory=lambda: torch.empty(0))
     """The input of the last pass, where the loop asked for its gradient."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a habit keeps from step to step; tensors under a name with "parameter" are compared at the end."""
     drawn: list[Any] = field(default_factory=list)
     """The random numbers of each pass: a `Drawn` of this place on a grid, and one of each place on one process."""
 
@@ -530,6 +537,20 @@ class Side:
         self.found[f"{name}: pass"] = {key: plain(value) for key, value in own.results.items()}, plain(own.loss)
         return own.loss
 
+    def evaluate(self, name: str) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.forward(1, name)
+        self.model.train()
+
+    def log(self, name: str, *numbers: Any) -> None:
+        """Keep numbers that the loop has read, in order."""
+        key = f"step {self.step}: statistic {name}"
+        new = [
+            plain(number).double() if isinstance(number, Tensor) else torch.tensor(float(number)) for number in numbers
+        ]
+        self.found[key] = torch.cat([self.found.get(key, torch.empty(0)).double(), torch.stack(new).double()])
+
     def gradients(self) -> None:
         if self.grid is None:
             found = {
@@ -547,6 +568,10 @@ class Side:
             values = whole_tensors(self.model)
         self.found |= {f"parameter {name}": value.detach() for name, value in values.items()}
         self.found |= {f"buffer {name}": plain(value) for name, value in self.model.named_buffers()}
+        for name, values in self.kept.items():
+            if name.startswith("parameter "):
+                each = values.items() if isinstance(values, dict) else enumerate(values)
+                self.found |= {f"{name} {key}": plain(value) for key, value in each}
 
 
 def plain(value: Tensor) -> Tensor:
@@ -585,10 +610,7 @@ def clipped(side: Side) -> None:
 
 def evaluated_between(side: Side) -> None:
     side.forward().backward()
-    side.model.eval()
-    with torch.no_grad():
-        side.forward(1, "evaluation")
-    side.model.train()
+    side.evaluate("evaluation")
 
 
 def evaluated_first(side: Side) -> None:
@@ -689,6 +711,7 @@ LOOPS: dict[str, Callable[[Side], None]] = {
     "hooks after gradients": hooked_after,
     "autograd.grad by parameters": by_parameters,
     "clamped weights": clamped,
+    **PASSES,
 }
 ALONE = ("autograd.grad by parameters", "clamped weights")
 """Loops that ask for all parameters to be used, or that torch takes seconds for on DTensors: not in combinations."""
@@ -698,6 +721,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.Adam, lr=1e-2, eps=1e-4),
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-4),
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-2, eps=1e-2),
+    **BY_HAND,
 }
 """Their eps lie above rounding, so that a gradient that is 0 but for rounding moves nothing."""
 
@@ -723,12 +747,16 @@ def train(side: Side) -> Iterator[int]:
     """Runs the steps; yields before each, so that the caller knows in which one an error came."""
     parameters = [parameter for parameter in side.model.parameters() if parameter.requires_grad]
     make = OPTIMIZERS[side.case.optimizer]
-    optimizer = make(parameters) if side.grid is None else OnShards(make, parameters)
+    itself = side.grid is None or side.case.optimizer in BY_HAND
+    optimizer = make(parameters) if itself else OnShards(make, parameters)
     for side.step in range(STEPS):
         yield side.step
         LOOPS[side.case.loop](side)
+        habit = HABITS[side.case.habit](side) if side.case.habit else iter(())
+        next(habit, None)
         side.gradients()
         optimizer.step()
+        next(habit, None)
         side.model.zero_grad(set_to_none=side.case.loop != "keeps zeros")
     yield STEPS
     side.finish()
@@ -816,7 +844,7 @@ def judged(error: Exception, step: int) -> Verdict:
     return Verdict("CRASH", f"{said}{where} at {' '.join(lines)}")
 
 
-KINDS = ("gradient", "parameter", "buffer", "norm", "input")
+KINDS = ("statistic", "gradient", "parameter", "buffer", "norm", "input")
 
 
 def kind_of(name: str) -> str:

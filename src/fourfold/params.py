@@ -12,6 +12,7 @@ reads a stale value.
 from __future__ import annotations
 
 import json
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -80,39 +81,46 @@ def restore(tensor: Tensor) -> None:
 
 aten = torch.ops.aten
 
-ON_SHARDS = {
-    *(aten.detach.default, aten.alias.default),
-    *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default),
-}
+LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default}
+"""Operations that make tensors as optimizers keep them; those stay torch's DTensors, for which its fused kernels take
+the shortest way."""
+ON_SHARDS = {aten.detach.default, aten.alias.default, *LIKE}
 """Operations through which no gradient reaches a parameter; they always return a DTensor and gather nothing."""
 
 
 class GridDTensor(DTensor):
-    """A parameter on a grid, its values or its gradient: a DTensor that code written for one process may change.
+    """A parameter on a grid, its values or its gradient: a DTensor for code that was written for one process.
 
-    A change in place runs on shards where torch can do that. Any other (of an entry, by a plain mask, by a mean over a
-    dim that is cut) runs on the whole tensor, of which every rank then keeps its part, so all ranks must make it.
+    An operation runs on shards where torch can do that, and its result is a `ComputedDTensor`. Any other (a flattened
+    tensor whose rows do not divide, roots of a matrix, a change of an entry, by a plain mask, by a mean over a dim that
+    is cut) runs on the whole tensor, of which a changed one keeps its part, so all ranks must run it.
     """
+
+    earlier: tuple[weakref.ref[DTensor], ...] = ()
+    """What `.data` has returned; it keeps its values when `.data` is set."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if not args or not isinstance(args[0], Tensor):  # lists of tensors, as optimizers give them
+        changes, changed = func._schema.is_mutable, args[0] if args else None
+        if changes and not isinstance(changed, Tensor):  # lists of tensors, as optimizers give them
             return DTensor.__torch_dispatch__(func, types, args, kwargs)
         mixed = any(_is_plain(leaf) for leaf in tree_leaves((args, kwargs)))
-        if func._schema.is_mutable and isinstance(args[0], DTensor):
-            if not mixed and _lie_alike(args[0], args[1:], kwargs):
-                try:
-                    return DTensor.__torch_dispatch__(func, types, args, kwargs)
-                except (NotImplementedError, RuntimeError):  # torch raises before it changes anything, on all ranks
-                    pass
-            change_whole(args[0], (args[1:], kwargs), lambda whole, more: func(whole, *more[0], **more[1]))
-            return args[0]
-        if mixed:
+        if changes and isinstance(changed, DTensor):
+            return _change(func, types, args, kwargs, mixed=mixed)
+        if mixed or changes:  # what is changed is a plain tensor, also of one number
             args, kwargs = tree_map_only(DTensor, _met_and_whole, (args, kwargs))
             return func(*args, **kwargs)
-        out = DTensor.__torch_dispatch__(func, types, args, kwargs)
-        return _as_views(func, args, kwargs, out) if func._schema._is_view_op() else out
+        try:
+            out = DTensor.__torch_dispatch__(func, types, args, kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            _require_no_strategy(error)
+            out = _compute_whole(func, args, kwargs)
+        if func in LIKE:
+            return out
+        if func._schema._is_view_op() and isinstance(changed, DTensor):
+            return _as_views(func, args, kwargs, out)
+        return _as_computed(out)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if torch.is_grad_enabled() and self.requires_grad:
@@ -123,16 +131,37 @@ class GridDTensor(DTensor):
         """Refuse to be written by safetensors, which asks every tensor for its storage."""
         raise shards_alone_error()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.clone())
+
     @property
     def data(self) -> Tensor:
         """The values as a DTensor that autograd does not follow."""
-        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+        values = torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+        self.earlier = *(ref for ref in self.earlier if ref() is not None), weakref.ref(values)
+        return values
 
     @data.setter
     def data(self, value: Tensor) -> None:
         """Copy values into the shard, from a DTensor of the same shape or from a whole tensor."""
         with torch.no_grad():
-            local_of(self).copy_(own_part(value, self._spec, f"{getattr(self, 'label', 'a gradient')}: .data"))
+            part = own_part(value, self._spec, f"{getattr(self, 'label', 'a gradient')}: .data")
+            shard = local_of(self)
+            # `kept = p.data; p.data = average` keeps the old values of a plain parameter, which gets other memory
+            earlier = [values for ref in self.earlier if (values := ref()) is not None and values is not value]
+            memory = own_storage(shard.clone()) if earlier else shard
+            for values in earlier:
+                values._local_tensor = memory
+            self.earlier = ()
+            shard.copy_(part)
+
+
+class ComputedDTensor(GridDTensor):
+    """What was computed from parameters and gradients on a grid."""
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        """Pickle the plain DTensor, as torch computes it."""
+        return DTensor(self._local_tensor, self._spec, requires_grad=False).__reduce_ex__(proto)  # type: ignore[call-arg]
 
 
 class GatheredView(GridDTensor):
@@ -163,6 +192,50 @@ def _as_views(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     return out
 
 
+def _change(func: Any, types: Any, args: Any, kwargs: Any, *, mixed: bool) -> DTensor:
+    """Change a DTensor in place, on shards where torch can."""
+    if not mixed and _lie_alike(args[0], args[1:], kwargs):
+        try:
+            return DTensor.__torch_dispatch__(func, types, args, kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            _require_no_strategy(error)
+    change_whole(args[0], (args[1:], kwargs), lambda whole, more: func(whole, *more[0], **more[1]))
+    return args[0]
+
+
+def _require_no_strategy(error: Exception) -> None:
+    """Raise the error, unless torch found no way to run an operation on shards.
+
+    torch says so before it changes or sends anything, and on all ranks: it has no strategy, or chains to its error that
+    of the search. An error of a message, or of the gate, has no cause.
+    """
+    if not isinstance(error, NotImplementedError) and error.__cause__ is None:
+        raise error
+
+
+def _as_computed(out: Any) -> Any:
+    """Give a result, or a list of results, the class of what is computed from tensors on a grid."""
+    for tensor in out if isinstance(out, (list, tuple)) else [out]:
+        if isinstance(tensor, DTensor):
+            tensor.__class__ = ComputedDTensor
+    return out
+
+
+def _compute_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on whole tensors; every rank gets the whole result, as a DTensor."""
+    mesh = next(leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+    args, kwargs = tree_map_only(DTensor, _met_and_whole, (args, kwargs))
+    return tree_map_only(Tensor, lambda out: _everywhere(mesh, out), func(*args, **kwargs))  # type: ignore[call-arg]
+
+
+def _everywhere(mesh: Any, whole: Tensor) -> DTensor:
+    return DTensor(whole, _on_every_rank(mesh, whole), requires_grad=False)  # type: ignore[call-arg]
+
+
+def _on_every_rank(mesh: Any, whole: Tensor) -> DTensorSpec:
+    return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, TensorMeta(whole.shape, whole.stride(), whole.dtype))
+
+
 def _is_cut_plainly(tensor: DTensor) -> bool:
     """Return whether a `Layout` can say how a tensor lies: nothing is owed, and no part is strided."""
     return all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
@@ -188,7 +261,8 @@ def change_whole(changed: DTensor, operands: Any, change: Callable[[Tensor, Any]
     if isinstance(changed, GatheredView):
         _change_base(changed, operands, change)
         return
-    if not _is_cut_plainly(changed):
+    computed = isinstance(changed, ComputedDTensor)
+    if not computed and not _is_cut_plainly(changed):
         raise RuntimeError(
             "a gradient is changed while it still owes a sum over ranks; change it after backward(), outside of "
             "ff.accumulate"
@@ -197,7 +271,10 @@ def change_whole(changed: DTensor, operands: Any, change: Callable[[Tensor, Any]
     with torch.no_grad():
         whole = whole_tensor(changed).clone()  # on a grid of one rank it is the shard
         change(whole, tree_map_only(Tensor, lambda operand: _whole_operand(operand, changed._spec), operands))
-        local_of(changed).copy_(Layout.of(changed).take(whole, Grid.of(changed)))
+        if computed and not _is_cut_plainly(changed):  # a sum that is owed is paid once: the result is whole
+            changed._local_tensor, changed._spec = whole, _on_every_rank(changed.device_mesh, whole)
+        else:
+            local_of(changed).copy_(Layout.of(changed).take(whole, Grid.of(changed)))
 
 
 def _meet(tensor: DTensor, along: Sequence[bool], what: str) -> None:
@@ -215,9 +292,7 @@ def _change_base(view: GatheredView, operands: Any, change: Callable[[Tensor, An
     def change_and_keep(whole: Tensor, more: Any) -> None:
         seen = view.of(whole)
         change(seen, more)
-        mesh = view.device_mesh
-        view._local_tensor = seen.clone()
-        view._spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, view._spec.tensor_meta)
+        view._local_tensor, view._spec = seen.clone(), _on_every_rank(view.device_mesh, seen)
 
     change_whole(view.base, operands, change_and_keep)
 
@@ -272,11 +347,21 @@ class ShardedParameter(GridDTensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         spec = self.complete or self._spec
-        if value is not None and not isinstance(value, GridDTensor):
-            owes = isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements)
+        if value is not None and type(value) is not GridDTensor:
+            owes = isinstance(value, DTensor) and self._owes_as(value)
             part = local_of(value) if owes else own_part(value.detach(), spec, f"{self.label}: .grad")  # type: ignore[arg-type]
             value = grid_dtensor(part, value._spec if owes else spec)  # type: ignore[attr-defined]
         torch._C.TensorBase.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    def _owes_as(self, value: DTensor) -> bool:
+        """Return whether a gradient that code sets still owes the sum over ranks that a backward pass has left.
+
+        What torch computes from complete gradients may owe a sum of its own, which is paid when it is set.
+        """
+        now = self.grad
+        if isinstance(now, DTensor):
+            return value.placements == now.placements and not _is_cut_plainly(now)
+        return any(placement.is_partial("sum") for placement in value.placements)
 
     @grad.deleter
     def grad(self) -> None:
