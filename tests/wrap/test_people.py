@@ -61,7 +61,7 @@ KEPT = [
     Case(37, Z, blocks=("random: numpy by row",), ending="inside, by hand: squares", wrap="dataclass"),
     Case(38, Z, blocks=("random: own generator by row", "batch statistics by hand")),
     Case(39, habit="average of weights, swapped in to evaluate"),
-    Case(40, XZ, habit="centralises anew"),
+    Case(40, habit="centralises anew"),
     Case(41, Z, habit="clips adaptively"),
     Case(42, habit="keeps numbers in a tensor"),
     Case(43, Shape(y=2), habit="reads quantiles", width=5),
