@@ -93,7 +93,8 @@ def read_whole_numbers() -> None:
     aten = torch.ops.aten
     if aten._local_scalar_dense.default in handlers:
         return
-    handlers[aten._local_scalar_dense.default] = lambda read, args, _: read(_whole(args[0]))
+    handlers[aten._local_scalar_dense.default] = lambda read, args, _: read(whole_of(args[0]))
+    handlers[aten.item.default] = lambda _, args, __: whole_of(args[0]).item()  # so it arrives in inference mode
     # torch compares the shards and asks all ranks of the job, also those of other pipe coordinates
     handlers[aten.equal.default] = lambda _, args, __: args[0].shape == args[1].shape and _all(args[0] == args[1])
     handlers[aten.allclose.default] = lambda _, args, options: _all(torch.isclose(*args, **options))
@@ -117,7 +118,7 @@ def _draw_whole(handlers: dict[Any, Any], draw: Any, args: tuple[Any, ...], opti
             handlers[draw] = own
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if draw in DRAWS_THAT_READ:  # they read the tensor: its probabilities
-        whole = _whole(tensor)
+        whole = whole_of(tensor)
     drawn = draw(whole, *args[1:], **options)
     meta = TensorMeta(tensor.shape, drawn.stride(), drawn.dtype)
     # a sum that is still owed is paid once: what is drawn is whole
@@ -132,7 +133,7 @@ def _draw_whole(handlers: dict[Any, Any], draw: Any, args: tuple[Any, ...], opti
     return tensor
 
 
-def _whole(tensor: DTensor) -> Tensor:
+def whole_of(tensor: DTensor) -> Tensor:
     """Return the whole tensor if it is on a grid, else this rank's part, as torch would."""
     mesh = tensor.device_mesh
     if not hasattr(mesh, GRID):
@@ -145,7 +146,7 @@ def _whole(tensor: DTensor) -> Tensor:
 
 
 def _all(flags: Any) -> bool:
-    return bool(_whole(flags.all()))
+    return bool(whole_of(flags.all()))
 
 
 def _of_whole(name: str) -> Callable[..., Any]:
@@ -158,7 +159,10 @@ def _of_whole(name: str) -> Callable[..., Any]:
             return own(self, *args, **options)
         if name == "__format__":
             return format(self.item(), *args)
-        found = _whole(self) if not self.requires_grad else self.full_tensor()
-        return own(found.to(self.device), *args, **options)
+        found = whole_of(self) if not self.requires_grad else self.full_tensor()
+        answer = own(found.to(self.device), *args, **options)
+        if name == "numpy" and self.device_mesh.device_type == "cpu":
+            answer.flags.writeable = False  # one process would share its memory with the parameter
+        return answer
 
     return read

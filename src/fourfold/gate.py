@@ -28,6 +28,9 @@ from fourfold.job import Channel, ranks_text
 GATE_SECONDS = 300.0
 """Seconds that a rank waits at the gate: half of what NCCL lets the others wait in their next collective, so that these
 live on, and longer than a rank usually saves or evaluates by itself before it comes."""
+PASS_SECONDS = 600.0
+"""Seconds that a rank waits with a forward pass that others may come to later: after one of them was refused elsewhere,
+or has saved or evaluated by itself. NCCL would let it wait as long in the pass's first collective."""
 TOLD_SECONDS = 10.0
 """Seconds after which the first of the ranks says that it waits at the gate; it is the one that people let log."""
 LIBRARIES = tuple(str(Path(module).parent) + os.sep for module in (str(torch.__file__), __file__))
@@ -43,11 +46,12 @@ class Gate:
         """How often all ranks have come here, by ranks and stack of calls."""
         self._ranks: dict[tuple[object, tuple[bool, ...]], tuple[int, ...]] = {}
 
-    def enter(self, mesh: DeviceMesh, dims: tuple[bool, ...], what: str) -> None:
+    def enter(self, mesh: DeviceMesh, dims: tuple[bool, ...], what: str, *, seconds: float = 0.0) -> None:
         """Return when all ranks along these dims of a mesh of the grid are here; raise if one of them does not come.
 
-        `what` names the collective.
+        `what` names the collective. `seconds` is the deadline, by default `GATE_SECONDS`.
         """
+        seconds = seconds or GATE_SECONDS
         ranks = self._ranks_along(mesh, dims)
         if len(ranks) == 1 or len(self._channel.ranks) == 1:  # a fake process group has one rank that stands for all
             return
@@ -57,9 +61,9 @@ class Gate:
         if passed & (passed - 1) == 0:
             name = f"{zlib.crc32(repr((ranks, calls)).encode()):08x}/{passed}"
             about = f"{what} at {line} is a message between {ranks_text(ranks)}, which hold parts of what it reads"
-            if missing := self._missing(name, ranks, about):
+            if missing := self._missing(name, ranks, about, seconds):
                 raise RuntimeError(
-                    f"{about}, and {missing} did not come here within {GATE_SECONDS:g} s: do it on all of them, "
+                    f"{about}, and {missing} did not come here within {seconds:g} s: do it on all of them, "
                     "and print or log the result on one"
                 )
         self._passed[key] = passed + 1
@@ -73,20 +77,21 @@ class Gate:
             self._ranks[key] = tuple(sorted(mesh.mesh[place].flatten().tolist()))
         return self._ranks[key]
 
-    def _missing(self, name: str, ranks: tuple[int, ...], about: str) -> str:
+    def _missing(self, name: str, ranks: tuple[int, ...], about: str, seconds: float) -> str:
         """Return the ranks that did not come in time, in words; empty if all came. All ranks get the same answer."""
         channel = self._channel
         if (found := channel.announced(name)) is not None:  # decided before this rank came, and for good
             return found
         channel.put(name, "here")
-        if channel.come(name) == len(ranks):
+        if all_came := channel.come(name) == len(ranks):
             channel.announce(name, "")
-        elif channel.announced(name, min(TOLD_SECONDS, GATE_SECONDS)) is None and channel.rank == ranks[0]:
+        told = TOLD_SECONDS if seconds <= GATE_SECONDS else seconds / 10  # ranks begin to train at unequal times
+        if not all_came and channel.announced(name, min(told, seconds)) is None and channel.rank == ranks[0]:
             warnings.warn(f"{about}; rank {channel.rank} waits here for the others", stacklevel=2)
-        if channel.announced(name, GATE_SECONDS) is None:
+        if channel.announced(name, seconds) is None:
             late = [rank for rank in ranks if rank not in channel.collect(name, ranks, 0.0, partial=True)]
             channel.announce(name, ranks_text(late) if late else "")  # not heard if the last rank has come just now
-        found = channel.announced(name, GATE_SECONDS)
+        found = channel.announced(name, seconds)
         channel.drop(name)
         return ranks_text(ranks) if found is None else found
 

@@ -115,9 +115,11 @@ def after(parameter: nn.Parameter) -> dict[int, Any]:
 
 
 def _same_placements(given: Tensor, gradient: Tensor | None, name: str) -> Tensor:
-    if not isinstance(given, DTensor) or not isinstance(gradient, DTensor) or given.shape != gradient.shape:
+    if not isinstance(given, Tensor) or not isinstance(gradient, DTensor) or given.shape != gradient.shape:
         raise TypeError(
             f"a hook on {name} returned {type(given).__name__} of shape {tuple(given.shape)} for a gradient that is "
-            f"a DTensor of shape {tuple(gradient.shape)}; return None, or one computed from that DTensor"  # type: ignore[union-attr]
+            f"a DTensor of shape {tuple(gradient.shape)}; return None, or a tensor of that shape"  # type: ignore[union-attr]
         )
+    if not isinstance(given, DTensor):
+        return given  # whole: the parameter takes its part
     return given if given.placements == gradient.placements else given.redistribute(placements=gradient.placements)

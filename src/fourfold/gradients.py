@@ -32,7 +32,7 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fourfold import comm
+from fourfold import comm, gate
 from fourfold.axes import BATCH, CONTEXT, CUTS, REPLICA, REPLICAS
 from fourfold.comm import Arrived, Pending
 from fourfold.engine import Engine, in_backward
@@ -266,6 +266,8 @@ class Gradients:
         """This rank's shards in the compute dtype, by the ids of their parameters (`Policy.keep_casts`)."""
         self.accumulating = False
         self.guarded = False
+        self.in_pass = False
+        """Whether the model's own code runs, which reads whole tensors where it computes with parameters."""
         """Whether ranks check before every gather that they gather the same parameters, as in a model's first pass."""
         self._tracked = {
             id(parameter): TrackedParameter(name, parameter, spec, grid, policy, units.of(name))
@@ -338,15 +340,27 @@ class Gradients:
         self._to_begin, self._to_finish = passes, passes + until_end_step
         self._summing = False
 
+    def meet(self) -> None:
+        """Wait for the ranks that take part in a forward pass, because people call a model on one rank alone.
+
+        Without gradients these are all that hold parts of its parameters. A pass with gradients meets the ranks of its
+        place here; those of other places may run other passes, and `_come` meets them where that matters.
+        """
+        if in_backward():  # recomputed
+            return
+        if torch.is_grad_enabled():
+            dims = tuple([axis not in BATCH for axis in CUTS])
+            self.grid.gate.enter(self.grid.mesh, dims, "a forward pass", seconds=gate.PASS_SECONDS)
+            return
+        alike = self.grid.shape.folded or self.grid.size(CONTEXT) > 1
+        dims = tuple([alike or axis not in REPLICAS for axis in CUTS])  # places of replicas exchange nothing
+        self.grid.gate.enter(self.grid.mesh, dims, "a forward pass without gradients")
+
     def begin_forward(self, kind: Hashable, *, guarded: bool = False, of_batch: bool = False) -> None:
         """Begin a forward pass of the model; passes of one `kind` use the same weights in the same order.
 
         `of_batch`: the pass itself sends messages to all places, such as those of a loss.
         """
-        if kind == "evaluation":  # which people call on one rank alone
-            alike = self.grid.shape.folded or self.grid.size(CONTEXT) > 1
-            dims = tuple([alike or axis not in REPLICAS for axis in CUTS])  # places of replicas exchange nothing
-            self.grid.gate.enter(self.grid.mesh, dims, "a forward pass without gradients")
         self.guarded = guarded
         if self._passes and not in_backward():  # a backward pass failed, so autograd did not call its callback
             self.engine.abandon()

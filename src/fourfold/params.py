@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fourfold import comm
 from fourfold.axes import FOLD
+from fourfold.dtensor_hooks import whole_of
 from fourfold.engine import in_backward
 from fourfold.grid import Grid, shards_alone_error
 from fourfold.layout import Layout, Spec
@@ -103,6 +104,8 @@ class GridDTensor(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         changes, changed = func._schema.is_mutable, args[0] if args else None
+        if isinstance(kwargs.get("out"), DTensor):
+            return _compute_into(func, args, **kwargs)
         if changes and not isinstance(changed, Tensor):  # lists of tensors, as optimizers give them
             return DTensor.__torch_dispatch__(func, types, args, kwargs)
         mixed = any(_is_plain(leaf) for leaf in tree_leaves((args, kwargs)))
@@ -203,13 +206,20 @@ def _change(func: Any, types: Any, args: Any, kwargs: Any, *, mixed: bool) -> DT
     return args[0]
 
 
+def _compute_into(func: Any, args: Any, *, out: DTensor, **options: Any) -> DTensor:
+    """Run an operation that writes its result into a tensor, on whole tensors."""
+    change_whole(out, (args, options), lambda whole, given: func(*given[0], **given[1], out=whole))
+    return out
+
+
 def _require_no_strategy(error: Exception) -> None:
     """Raise the error, unless torch found no way to run an operation on shards.
 
     torch says so before it changes or sends anything, and on all ranks: it has no strategy, or chains to its error that
     of the search. An error of a message, or of the gate, has no cause.
     """
-    if not isinstance(error, NotImplementedError) and error.__cause__ is None:
+    known = isinstance(error, NotImplementedError) or str(error) == "as_strided not supported with DTensor"
+    if not known and error.__cause__ is None:
         raise error
 
 
@@ -334,7 +344,7 @@ class ShardedParameter(GridDTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func in ON_SHARDS or func._schema.is_mutable or not _recorded():
+        if func in ON_SHARDS or func._schema.is_mutable or not _recorded() or _shows_frozen(func, args):
             return GridDTensor.__torch_dispatch__.__func__(cls, func, types, args, kwargs)
         args, kwargs = tree_map_only(DTensor, read_whole, (args, kwargs))
         return func(*args, **kwargs)
@@ -411,12 +421,20 @@ def _recorded() -> bool:
     return node is not None and node.name() != "torch::autograd::AccumulateGrad"
 
 
+def _shows_frozen(func: Any, args: Any) -> bool:
+    """Return whether a view shows a frozen parameter to code outside of the model, which may change it there."""
+    if not func._schema._is_view_op() or args[0].requires_grad or in_backward():
+        return False
+    owner = args[0].gradients()
+    return owner is not None and not owner.in_pass
+
+
 def whole_tensor(tensor: DTensor) -> Tensor:
     """Gather a parameter, or a DTensor that was computed from one, on every rank of a place."""
     if isinstance(tensor, ShardedParameter):
         return comm.join(local_of(tensor), tensor.spec.storage, tensor.spec.shape, tensor.grid, label=tensor.label)
     if not _is_cut_plainly(tensor):
-        return tensor.full_tensor()
+        return whole_of(tensor)
     return comm.join(local_of(tensor), Layout.of(tensor), tensor.shape, Grid.of(tensor), counted=False)
 
 

@@ -152,6 +152,7 @@ class Transformer(Layer):
         batch = self.prepare(tokens, targets, positions=positions, documents=documents, ignore_index=ignore_index)
         if self.grid.size(PIPE) > 1:
             return run_plain(self, batch, count)
+        self.gradients.meet()
         if self.training:
             self.clock.advance()  # the next micro-step draws other dropout masks
         self.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation", of_batch=True)

@@ -120,6 +120,7 @@ class ModelContext:
         """Reset the state of a pass."""
         self.end_pass()
         self.in_pass, self.last_layer, self.grad_enabled = True, "", torch.is_grad_enabled()
+        self.gradients.in_pass = True
         self.loss_read_logits, self.loss_calls, self.calls = False, 0, []
         self.place_sums.clear()
         self.made_whole.clear()
@@ -127,6 +128,7 @@ class ModelContext:
     def end_pass(self) -> None:
         """Release the tensors that layers kept for each other during the pass, so that nothing keeps them alive."""
         self.in_pass, self.last_cast = False, None
+        self.gradients.in_pass = False
         for kept in (self.lent_params, self.whole_copies, self.shared_reads, self.causal_masks):
             kept.clear()
 

@@ -335,6 +335,7 @@ class RootAdapter(Adapter):
         if context.in_pass:
             return forward(*args, **kwargs)
         require_accelerate_precision(context)
+        context.gradients.meet()
         if context.gradients.places is None:
             keep_order(context)
         if kwargs.get(COUNT) is not None and context.grid.shape.world > 1 and self._first_time("scaled losses"):
