@@ -327,6 +327,10 @@ def own_part(value: Tensor, spec: DTensorSpec, said: str) -> Tensor:
     return Layout.of(spec).take(whole, grid)
 
 
+GRAD: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+"""torch's descriptor of `.grad`."""
+
+
 class ShardedParameter(GridDTensor):
     """This rank's shard of a parameter, with the shape of the whole."""
 
@@ -349,19 +353,13 @@ class ShardedParameter(GridDTensor):
         args, kwargs = tree_map_only(DTensor, read_whole, (args, kwargs))
         return func(*args, **kwargs)
 
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient, sharded as the parameter; it may also be set, as a DTensor or as a whole tensor."""
-        return torch._C.TensorBase.grad.__get__(self)  # type: ignore[attr-defined]
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
+    def _set_grad(self, value: Tensor | None) -> None:
         spec = self.complete or self._spec
         if value is not None and type(value) is not GridDTensor:
             owes = isinstance(value, DTensor) and self._owes_as(value)
             part = local_of(value) if owes else own_part(value.detach(), spec, f"{self.label}: .grad")  # type: ignore[arg-type]
             value = grid_dtensor(part, value._spec if owes else spec)  # type: ignore[attr-defined]
-        torch._C.TensorBase.grad.__set__(self, value)  # type: ignore[attr-defined]
+        GRAD.__set__(self, value)
 
     def _owes_as(self, value: DTensor) -> bool:
         """Return whether a gradient that code sets still owes the sum over ranks that a backward pass has left.
@@ -373,9 +371,13 @@ class ShardedParameter(GridDTensor):
             return value.placements == now.placements and not _is_cut_plainly(now)
         return any(placement.is_partial("sum") for placement in value.placements)
 
-    @grad.deleter
-    def grad(self) -> None:
-        torch._C.TensorBase.grad.__delete__(self)  # type: ignore[attr-defined]
+    # torch's own getter: a step reads gradients hundreds of times a layer, and one in Python would be a call each time
+    grad = property(  # type: ignore[bad-assignment]
+        GRAD.__get__,
+        _set_grad,
+        GRAD.__delete__,
+        "The gradient, sharded as the parameter; it may also be set, as a DTensor or as a whole tensor.",
+    )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:

@@ -55,7 +55,7 @@ def test_the_packaged_size_is_scaled_as_published() -> None:
         (dict(rope_scaling="ntk"), "rope_scaling='ntk' is none of"),
         (dict(rope_scaling="yarn", rope_slow=40.0), "rope_slow=40.0 must be above 0 and below rope_fast=32.0"),
         (dict(rope_scaling="llama3", rope_slow=0.0), "rope_slow=0.0 must be above 0"),
-        (dict(rope_attention=-1.0), "rope_attention=-1.0 must be at least 0"),
+        (dict(rope_attention=-1.0), "rope_attention=-1.0 must be a finite number of at least 0"),
     ],
 )
 def test_what_is_impossible_is_refused(changes: dict[str, Any], said: str) -> None:
