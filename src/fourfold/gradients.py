@@ -41,7 +41,17 @@ from fourfold.grad_norm import MOST_OF_A_UNIT, counts_here, is_owed
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, GATHERED_AXES, Spec, chunk
 from fourfold.ledger import joint_label
-from fourfold.params import ShardedParameter, adopt, grid_dtensor, leaf_of, local_of, own_storage, to_back, to_front
+from fourfold.params import (
+    GRAD,
+    ShardedParameter,
+    adopt,
+    grid_dtensor,
+    leaf_of,
+    local_of,
+    own_storage,
+    to_back,
+    to_front,
+)
 from fourfold.policy import Policy
 from fourfold.replicas import ReplicaCheck
 
@@ -497,7 +507,8 @@ class Gradients:
         for key, gradient in zip(keys, gradients, strict=True):
             if key not in self._left_out:
                 self._add(key, gradient)
-        self._begin_sums_if_final()
+        if not self._sums_wait and self._bucket is not None and self._final(self._bucket[1]):
+            self._begin_final_sums()
 
     def _deposit_of_others(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
         """Add gradients of parameters that this place has not used, if another place has.
@@ -505,16 +516,11 @@ class Gradients:
         This makes the host wait, as did the condition in the model's code by which this place skipped them.
         """
         keys = [id(parameter) for parameter in parameters]
-        if all(_is_nothing(gradient) for gradient in gradients):
-            self._count(keys, None, 1)
-            self._begin_sums_if_final()
-            return
-        self._left_out = self._left_out.difference(keys)  # autograd knows them from no graph of this place
+        left_out, nothing = self._left_out, all(map(_is_nothing, gradients))
+        # autograd knows these parameters from no graph of this place, so it cannot say whether they are left out
+        self._left_out = left_out.union(keys) if nothing else left_out.difference(keys)
         self.deposit(parameters, gradients)
-
-    def _begin_sums_if_final(self) -> None:
-        if not self._sums_wait and self._bucket is not None and self._final(self._bucket[1]):
-            self._begin_final_sums()
+        self._left_out = left_out
 
     @contextmanager
     def sums_wait(self) -> Iterator[None]:
@@ -640,7 +646,7 @@ class Gradients:
                         "call zero_grad() inside the step"
                     )
                 self._add_complete(gradient, known)
-            parameter.grad = grid_dtensor(gradient, known.owed)
+            GRAD.__set__(parameter, grid_dtensor(gradient, known.owed))
         self._new.add(key)
 
     def _final(self, keys: list[int]) -> bool:
@@ -851,7 +857,7 @@ class BucketSum:
                 parameter.grad._local_tensor = total if total is gradient else own_storage(total)  # type: ignore[union-attr]
                 parameter.grad._spec = known.complete  # type: ignore[union-attr]
             elif self._used_elsewhere(total):
-                parameter.grad = grid_dtensor(total, known.complete)
+                GRAD.__set__(parameter, grid_dtensor(total, known.complete))
         return False
 
     def _used_elsewhere(self, total: Tensor) -> bool:

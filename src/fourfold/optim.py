@@ -30,7 +30,7 @@ from fourfold.comm import Pending
 from fourfold.grad_norm import is_incomplete, measure_norms, scale_gradients
 from fourfold.gradients import Bucket, gradients_of
 from fourfold.grid import Grid
-from fourfold.params import local_of, restore, wait_on_use
+from fourfold.params import GRAD, local_of, restore, wait_on_use
 from fourfold.recording import Recording
 from fourfold.torch_hooks import ELEMENTWISE
 
@@ -248,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name in self.parts:
             parameter = self.gradients.parameters[name][0]
             if set_to_none:
-                parameter.grad = None
+                GRAD.__set__(parameter, None)
             elif parameter.grad is not None:
                 local_of(parameter.grad).zero_()
 

@@ -241,7 +241,8 @@ class ParamGroup:
 
         With `copied` the caller copies them into a buffer where z is 1, and the copy casts.
         """
-        self.gradients.come_to_backward()  # in backward a gather may be the first message of the pass
+        if self.travels:
+            self.gradients.come_to_backward()  # in backward a gather may be the first message of the pass
         shards = shards_of(self.parameters)
         if not self.casts:
             return shards

@@ -328,7 +328,7 @@ def own_part(value: Tensor, spec: DTensorSpec, said: str) -> Tensor:
 
 
 GRAD: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
-"""torch's descriptor of `.grad`."""
+"""torch's descriptor of `.grad`. Code that a step runs for each parameter sets gradients through it, without checks."""
 
 
 class ShardedParameter(GridDTensor):

@@ -79,7 +79,8 @@ class ReplicaCheck:
         """Count a backward pass that completed gradients, and compare copies if it is time."""
         if self._grid.recording is not None:
             return  # replays would repeat the comparison, and a recording may not wait for the last one
-        self._judge()
+        if self._running is not None:
+            self._judge()
         self._steps += 1
         if self._steps <= 2 or self._steps % EVERY == 0:
             self._running = self._launch()
