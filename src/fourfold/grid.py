@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from math import inf
 from typing import ClassVar, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakSet
 
@@ -174,6 +175,8 @@ class Grid:
             return
         self.rank = self.ranks.index(dist.get_rank())
         self.channel = Channel("grid", self.ranks)
+        self.deadline = min(self.channel.seconds, inf if timeout is None else timeout.total_seconds())
+        """The seconds for which collectives wait for other ranks."""
         self.gate = Gate(self.channel)
         self.ledger = Ledger()
         self.tags = {axis: itertools.count() for axis in (*AXES, CONTEXT, *FOLDED)}
@@ -318,7 +321,7 @@ class Grid:
         It raises before the collectives in which the others may wait have reached their deadline.
         """
         try:
-            found = self.channel.decide(text, partial(difference, what, self.channel.ranks), self.channel.seconds / 2)
+            found = self.channel.decide(text, partial(difference, what, self.channel.ranks), self.deadline / 2)
         except LateRanksError as late:
             raise UnlikeRanksError(
                 f"ranks disagree on {what}: this rank, {self.channel.rank}, has {text!r} since now, and "
@@ -345,7 +348,7 @@ class Grid:
             ranks = self.ranks_along(along)
             self._passes[along] = PassOrder(Channel(f"passes over {' '.join(along)}", ranks))
         # before the collectives in which the others may wait reach their deadline
-        self._passes[along].come(kind, self.channel.seconds / 2)
+        self._passes[along].come(kind, self.deadline / 2)
 
     def ranks_along(self, axes: Sequence[str]) -> list[int]:
         """Return the ranks of the job that have this rank's coordinates but along these axes."""

@@ -182,7 +182,8 @@ def _as_views(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         # a detached shard may be one that a collective still writes, which nobody waits for here
         shares = own is base or own.untyped_storage()._cdata == base.untyped_storage()._cdata
         if shares and not isinstance(args[0], GatheredView) and _is_cut_plainly(view):
-            view.__class__ = GridDTensor
+            # torch makes parameters only of tensors whose detach() has their own class
+            view.__class__ = ComputedDTensor if isinstance(args[0], ComputedDTensor) else GridDTensor
             continue
         view.__class__ = GatheredView
         view.base, earlier = (args[0].base, args[0].of) if isinstance(args[0], GatheredView) else (args[0], None)

@@ -355,7 +355,7 @@ class PlaceOrder:
             self._channel = Channel("places along z", self.grid.ranks_along((GATHERED,)))
         try:
             # before the collectives in which the others may wait reach their deadline
-            return self._channel.decide(text, judge, self.grid.channel.seconds / 2)
+            return self._channel.decide(text, judge, self.grid.deadline / 2)
         except LateRanksError as late:
             if step is None:
                 raise

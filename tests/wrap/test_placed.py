@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from fourfold.gradients import Gradients
 from fourfold.grid import Grid, Shape
 from fourfold.nn.embedding import Head
 from fourfold.nn.rng import seeded
@@ -97,6 +98,7 @@ def close(one: Tensor, two: Tensor, narrow: torch.dtype | None = None) -> bool:
 
 def context_of(grid: Grid, mode: str) -> ModelContext:
     context = ModelContext(grid, Policy(activations=mode))  # type: ignore[arg-type]
+    context.gradients = Gradients(grid, {}, context.policy)
     context.begin_pass()
     return context
 

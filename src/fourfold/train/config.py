@@ -47,8 +47,6 @@ MOST_TOKENS = 1 << 34
 """The most tokens of a step: a thousand times what the largest runs have."""
 MOST_MICRO_STEPS = 1 << 16
 """The most micro-batches of a step: beyond this a plan and the records of a step have no end."""
-MOST_EVALUATED = 1 << 20
-"""The most batches of an evaluation, which the run waits for."""
 BYTES = "bytes"
 """The name of the tokenizer that needs no file."""
 SCHEDULE_FILE = "schedule.csv"
@@ -570,11 +568,6 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         require_at_least(self, steps=1, evaluate_every=0, evaluate_batches=1, max_skipped=1)
-        if self.evaluate_batches > MOST_EVALUATED:
-            raise ValueError(
-                f"evaluate_batches={self.evaluate_batches}: an evaluation has at most {MOST_EVALUATED} batches; to "
-                "evaluate on more data hold out more, and raise batch.rows"
-            )
         for name in ("epochs", "minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
