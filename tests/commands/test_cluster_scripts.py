@@ -140,7 +140,6 @@ def test_a_manifest_has_a_pod_for_each_node(tmp_path: Path, capsys: pytest.Captu
         (["--slurm", "--devices", "4"], "--devices 4, but the config's grid x=4 z=8 has 32"),
         (["--slurm", "--per-node", "5"], "32 devices do not fill nodes of 5"),
         (["--slurm", "--tries", "0"], "--tries 0 must be at least 1"),
-        (["--slurm", "--per-node", "-1"], "--per-node -1 must be at least 1"),
         (["--k8s", "--out", "runs/one"], "--out runs/one must be an absolute path"),
         (["--k8s", "--claim", "c"], "--k8s needs --image"),
     ],
@@ -149,6 +148,12 @@ def test_what_no_scheduler_takes_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
 ) -> None:
     assert said in written(tmp_path, capsys, "--out", "/runs/one", *options)
+
+
+def test_nodes_have_at_least_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", "run.toml", "--slurm", "--per-node", "-1"])
+    assert "argument --per-node: -1 is less than 1" in capsys.readouterr().err
 
 
 def test_a_grid_that_is_still_to_be_found_needs_a_number_of_devices(
