@@ -413,10 +413,13 @@ class Gradients:
 
     def come_to_step(self) -> None:
         """Begin a step of an optimizer, between whose steps all places run equally many passes."""
-        for axes in ((GATHERED,), BATCH if self.grid.size(REPLICA) > 1 else ()):
-            self._come("a step of an optimizer", axes)
+        self._come("a step of an optimizer", (GATHERED,))
+        if self.grid.size(REPLICA) > 1:
+            self._come("a step of an optimizer", BATCH)
 
     def _come(self, kind: str, axes: Sequence[str]) -> None:
+        if len(self.grid.ranks) == 1:
+            return
         name, (parameter, _) = next(iter(self.parameters.items()), ("", (None, None)))
         if parameter is not None and not parameter.is_meta:
             self.grid.come(f"{kind} of the model with {name}", axes)
