@@ -175,8 +175,7 @@ class Grid:
             return
         self.rank = self.ranks.index(dist.get_rank())
         self.channel = Channel("grid", self.ranks)
-        self.deadline = min(self.channel.seconds, inf if timeout is None else timeout.total_seconds())
-        """The seconds for which collectives wait for other ranks."""
+        self._timeout = inf if timeout is None else timeout.total_seconds()
         self.gate = Gate(self.channel)
         self.ledger = Ledger()
         self.tags = {axis: itertools.count() for axis in (*AXES, CONTEXT, *FOLDED)}
@@ -349,6 +348,11 @@ class Grid:
             self._passes[along] = PassOrder(Channel(f"passes over {' '.join(along)}", ranks))
         # before the collectives in which the others may wait reach their deadline
         self._passes[along].come(kind, self.deadline / 2)
+
+    @property
+    def deadline(self) -> float:
+        """The seconds for which collectives wait for other ranks."""
+        return min(self.channel.seconds, self._timeout)
 
     def ranks_along(self, axes: Sequence[str]) -> list[int]:
         """Return the ranks of the job that have this rank's coordinates but along these axes."""
