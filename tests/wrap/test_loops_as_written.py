@@ -277,6 +277,6 @@ def call_alone(first: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("first", [True, False], ids=["the first pass", "a later pass"])
 def test_a_rank_that_trains_alone_is_refused_and_both_go_on(ranks, first: bool) -> None:
     (said, loss), (nothing, other) = ranks(2).run(call_alone, first)
-    assert "a forward pass at test_loops.py:" in said
+    assert "a forward pass at test_loops_as_written.py:" in said
     assert "rank 1 did not come here within 1 s" in said
     assert (nothing, other) == ("", loss)
