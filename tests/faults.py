@@ -201,13 +201,13 @@ GPU_CASES = [
 
 
 def install() -> None:
-    """Let the fault happen in this rank, if it is the one that is hit and was not hit before."""
+    """Prepare the fault on all ranks, which so come to messages from the same lines; `act` chooses the one it hits."""
     case = Case(**json.loads(os.environ[CASE]))
     if pids := os.environ.get(warm.PIDS):  # a forked rank has left its id there already
         Path(pids, os.environ["RANK"]).write_text(str(os.getpid()))
     # NCCL refuses two ranks of one host on one GPU, so each is a host of its own
     os.environ |= {"NCCL_HOSTID": f"rank-{os.environ['RANK']}", "NCCL_IB_DISABLE": "1"}
-    if case.phase == "none" or int(os.environ["RANK"]) != case.rank or hit().exists():
+    if case.phase == "none":
         return
     if case.phase == "start":
         act(case)
@@ -265,8 +265,8 @@ def hit() -> Path:
 
 
 def act(case: Case, run: Any = None) -> None:
-    """Do what the case says, once."""
-    if hit().exists():
+    """Do what the case says, once and on one rank."""
+    if int(os.environ["RANK"]) != case.rank or hit().exists():
         return
     hit().write_text(str(time.time()))
     if case.kind in ERRORS:

@@ -6,7 +6,9 @@ message would meet another one of the ranks that went on. At the gate ranks meet
 communicator is touched before all are there, and a rank that nobody joins is refused and may go on.
 
 To meet costs the store a round. A line from which all ranks came together will bring them together again, so it is
-asked the first time, and at doubling intervals from then on. A line is known by the whole stack of calls.
+asked the first time, and at doubling intervals from then on. A line is known by all calls in the user's code that lead
+to it; those inside of torch differ between ranks, where one of them has hooks. Passes of training are known by what they
+are, because a rank may run some of them from a line of its own, such as that of a profiler.
 
 Invariant: whether a call is let in is decided once, by whichever rank is first to announce it, and is equal on all.
 """
@@ -46,10 +48,13 @@ class Gate:
         """How often all ranks have come here, by ranks and stack of calls."""
         self._ranks: dict[tuple[object, tuple[bool, ...]], tuple[int, ...]] = {}
 
-    def enter(self, mesh: DeviceMesh, dims: tuple[bool, ...], what: str, *, seconds: float = 0.0) -> None:
+    def enter(
+        self, mesh: DeviceMesh, dims: tuple[bool, ...], what: str, *, seconds: float = 0.0, anywhere: bool = False
+    ) -> None:
         """Return when all ranks along these dims of a mesh of the grid are here; raise if one of them does not come.
 
-        `what` names the collective. `seconds` is the deadline, by default `GATE_SECONDS`.
+        `what` names the collective. `seconds` is the deadline, by default `GATE_SECONDS`. `anywhere`: ranks may come
+        from different lines.
         """
         if len(self._channel.ranks) == 1:  # a fake process group has one rank that stands for all
             return
@@ -57,12 +62,13 @@ class Gate:
         ranks = self._ranks_along(mesh, dims)
         if len(ranks) == 1:
             return
-        calls, line = _stack()
-        key = hash((ranks, calls))
+        known_by = what if anywhere else _calls()
+        key = hash((ranks, known_by))
         passed = self._passed[key]
         if passed & (passed - 1) == 0:
-            name = f"{zlib.crc32(repr((ranks, calls)).encode()):08x}/{passed}"
-            about = f"{what} at {line} is a message between {ranks_text(ranks)}, which hold parts of what it reads"
+            name = f"{zlib.crc32(repr((ranks, known_by)).encode()):08x}/{passed}"
+            file, _, line = next(iter(_calls()), ("a hook", "", 0))
+            about = f"{what} at {file}:{line} is a message between {ranks_text(ranks)}, which hold parts of what it reads"
             if missing := self._missing(name, ranks, about, seconds):
                 raise RuntimeError(
                     f"{about}, and {missing} did not come here within {seconds:g} s: do it on all of them, "
@@ -98,13 +104,13 @@ class Gate:
         return ranks_text(ranks) if found is None else found
 
 
-def _stack() -> tuple[tuple[tuple[str, int], ...], str]:
-    """Return the stack of calls, and its innermost line outside of torch and Fourfold."""
-    frame, calls, line = sys._getframe(2), [], ""
+
+def _calls() -> tuple[tuple[str, str, int], ...]:
+    """Return file, function and line of the calls in progress, the innermost first, without those of the libraries."""
+    frame, calls = sys._getframe(2), []
     while frame is not None:
         code = frame.f_code
-        calls.append((code.co_name, frame.f_lineno))
-        if not line and not code.co_filename.startswith(LIBRARIES):
-            line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
+        if not code.co_filename.startswith(LIBRARIES):
+            calls.append((os.path.basename(code.co_filename), code.co_name, frame.f_lineno))
         frame = frame.f_back
-    return tuple(calls), line
+    return tuple(calls)

@@ -176,6 +176,35 @@ def test_a_rank_that_asks_alone_is_refused_and_both_go_on(ranks) -> None:
         assert "do it on all of them, and print or log the result on one" in each
 
 
+def come_from_own_lines() -> float:
+    """Only rank 0 has hooks, as for a log, and only its passes of training run in a profiler."""
+    grid = ff.Grid(2, device="cpu")
+    model, batch = model_and_batch()
+    model = ff.parallelize(model, grid)
+    before, gate.GATE_SECONDS, gate.PASS_SECONDS = (gate.GATE_SECONDS, gate.PASS_SECONDS), 5.0, 5.0
+    try:
+        if grid.rank == 0:
+            model.register_forward_hook(lambda *_: None)
+            model[0].weight.register_hook(lambda gradient: None)
+        for _ in range(2):
+            if grid.rank == 0:
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+                    loss = model(batch).square().mean()
+            else:
+                loss = model(batch).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                model(batch)
+        return model[0].weight.grad.norm().item()
+    finally:
+        gate.GATE_SECONDS, gate.PASS_SECONDS = before
+
+
+def test_ranks_with_hooks_or_a_profiler_of_their_own_come_together(ranks) -> None:
+    one, other = ranks(2).run(come_from_own_lines)
+    assert one == other
+
+
 # what ranks draw
 
 
