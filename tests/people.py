@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -768,14 +769,15 @@ def train(side: Side) -> Iterator[int]:
 @dataclass(frozen=True)
 class Verdict:
     kind: str
-    """exact, refused, SILENT, CRASH, BAD (the case itself does not run on one process), or diverged (on one process the
-    numbers are infinite after some steps, so that there is nothing to compare)."""
+    """exact, refused, warned (it differs, and a warning has said so), SILENT, CRASH, BAD (the case itself does not run
+    on one process), or diverged (on one process the numbers are infinite after some steps, so that there is nothing to
+    compare)."""
     said: str = ""
     error: float = 0.0
 
     @property
     def fault(self) -> bool:
-        return self.kind not in ("exact", "refused", "diverged")
+        return self.kind not in ("exact", "refused", "warned", "diverged")
 
 
 def check(case: Case) -> Verdict:
@@ -785,8 +787,12 @@ def check(case: Case) -> Verdict:
         return check_drawn(case, one)
     if (bad := run_alone(one)) is not None:
         return bad
-    two, refused = run_on_grid(case)
-    return refused or compared(case, one.found, two.found, grid_of(case.shape))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        two, refused = run_on_grid(case)
+    verdict = refused or compared(case, one.found, two.found, grid_of(case.shape))
+    parts = next((str(each.message) for each in said if "is one of the parts" in str(each.message)), "")
+    return Verdict("warned", parts) if parts and verdict.kind == "SILENT" else verdict
 
 
 def check_drawn(case: Case, one: Side) -> Verdict:
@@ -939,7 +945,7 @@ def check_all(cases: list[Case]) -> list[Verdict]:
 def joint(case: Case, verdicts: Iterable[Verdict]) -> Verdict:
     """What all ranks found: the worst of it. Where rows that depend on each other are all that is unusual, the refusal
     must name the way out that the package has for them."""
-    order = ("BAD", "CRASH", "SILENT", "diverged", "refused", "exact")
+    order = ("BAD", "CRASH", "SILENT", "warned", "diverged", "refused", "exact")
     verdicts = list(verdicts)
     worst = min(verdicts, key=lambda verdict: order.index(verdict.kind))
     if worst.kind == "refused" and any(verdict.kind != "refused" for verdict in verdicts):

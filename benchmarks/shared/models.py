@@ -8,6 +8,7 @@ went wrong.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -373,9 +374,10 @@ class FourfoldModel(BenchmarkModel):
 @contextmanager
 def filled_on_device() -> Iterator[None]:
     """Draw initial weights on the device inside the block: the CPU's generator takes half a minute for 1 B."""
-    original = layer.fill_
+    original, numbers = layer.fill_, itertools.count()
 
     def fill(shard: Tensor, _box: Any, _shape: Any, init: Init, *_: Any) -> None:
+        torch.manual_seed(next(numbers))  # ranks that hold the same shard of a parameter draw the same numbers
         shard.normal_(init.mean, init.std) if init.std else shard.fill_(init.mean)
 
     layer.fill_ = fill

@@ -7,8 +7,8 @@ communicator is touched before all are there, and a rank that nobody joins is re
 
 To meet costs the store a round. A line from which all ranks came together will bring them together again, so it is
 asked the first time, and at doubling intervals from then on. A line is known by all calls in the user's code that lead
-to it; those inside of torch differ between ranks, where one of them has hooks. Passes of training are known by what they
-are, because a rank may run some of them from a line of its own, such as that of a profiler.
+to it, without those inside of torch, which differ on a rank that has hooks. All passes of training count as one line,
+because a rank may run some of them from a line of its own, such as that of a profiler.
 
 Invariant: whether a call is let in is decided once, by whichever rank is first to announce it, and is equal on all.
 """
@@ -68,7 +68,9 @@ class Gate:
         if passed & (passed - 1) == 0:
             name = f"{zlib.crc32(repr((ranks, known_by)).encode()):08x}/{passed}"
             file, _, line = next(iter(_calls()), ("a hook", "", 0))
-            about = f"{what} at {file}:{line} is a message between {ranks_text(ranks)}, which hold parts of what it reads"
+            about = (
+                f"{what} at {file}:{line} is a message between {ranks_text(ranks)}, which hold parts of what it reads"
+            )
             if missing := self._missing(name, ranks, about, seconds):
                 raise RuntimeError(
                     f"{about}, and {missing} did not come here within {seconds:g} s: do it on all of them, "
@@ -102,7 +104,6 @@ class Gate:
         found = channel.announced(name, seconds)
         channel.drop(name)
         return ranks_text(ranks) if found is None else found
-
 
 
 def _calls() -> tuple[tuple[str, str, int], ...]:

@@ -324,6 +324,8 @@ class Gradients:
         self._bucket: tuple[Bucket, list[int]] | None = None  # the next to be launched, with its parameters' ids
         self.places: ReductionOrder | None = None
         """Keeps the places along z in one order, for models in which each place runs code of its own."""
+        self.all_come = False
+        """Whether all ranks are known to come to each forward pass, as in a loop of Fourfold's own."""
         self._came = self._came_to_loss = -1
         """The backward passes that have come to the order of passes last, before messages over z and for a loss."""
         self._came_to_sums = False
@@ -356,7 +358,7 @@ class Gradients:
         Without gradients these are all that hold parts of its parameters. A pass with gradients meets the ranks of its
         place here; those of other places may run other passes, and `_come` meets them where that matters.
         """
-        if in_backward():  # recomputed
+        if self.all_come or in_backward():  # in backward it is recomputed
             return
         if torch.is_grad_enabled():
             dims = tuple([axis not in BATCH for axis in CUTS])
@@ -649,7 +651,7 @@ class Gradients:
                         "call zero_grad() inside the step"
                     )
                 self._add_complete(gradient, known)
-            GRAD.__set__(parameter, grid_dtensor(gradient, known.owed))
+            GRAD.__set__(parameter, grid_dtensor(gradient, known.owed, parameter))
         self._new.add(key)
 
     def _final(self, keys: list[int]) -> bool:
@@ -860,7 +862,7 @@ class BucketSum:
                 parameter.grad._local_tensor = total if total is gradient else own_storage(total)  # type: ignore[union-attr]
                 parameter.grad._spec = known.complete  # type: ignore[union-attr]
             elif self._used_elsewhere(total):
-                GRAD.__set__(parameter, grid_dtensor(total, known.complete))
+                GRAD.__set__(parameter, grid_dtensor(total, known.complete, parameter))
         return False
 
     def _used_elsewhere(self, total: Tensor) -> bool:

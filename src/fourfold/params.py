@@ -12,10 +12,13 @@ reads a stale value.
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +92,19 @@ ON_SHARDS = {aten.detach.default, aten.alias.default, *LIKE}
 """Operations through which no gradient reaches a parameter; they always return a DTensor and gather nothing."""
 
 
+class PartOf(NamedTuple):
+    """The plain weight that is stored as several parameters, for one of these or what was computed from it."""
+
+    weight: str
+    dim: int | None
+    """The dim along which the parts lie one after another; None where that is not known."""
+    label: str
+    """Names the part."""
+
+
+MIXES_ROWS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
+
+
 class GridDTensor(DTensor):
     """A parameter on a grid, its values or its gradient: a DTensor for code that was written for one process.
 
@@ -99,6 +115,7 @@ class GridDTensor(DTensor):
 
     earlier: tuple[weakref.ref[DTensor], ...] = ()
     """What `.data` has returned; it keeps its values when `.data` is set."""
+    part_of: PartOf | None = None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -121,6 +138,9 @@ class GridDTensor(DTensor):
             out = _compute_whole(func, args, kwargs)
         if func in LIKE:
             return out
+        one = changed[0] if isinstance(changed, (list, tuple)) and len(changed) == 1 else changed
+        if isinstance(one, GridDTensor) and one.part_of is not None:
+            _follow_part(one.part_of, func, args, kwargs, one, out)
         if func._schema._is_view_op() and isinstance(changed, DTensor):
             return _as_views(func, args, kwargs, out)
         return _as_computed(out)
@@ -173,6 +193,35 @@ class GatheredView(GridDTensor):
     base: DTensor
     of: Callable[[Tensor], Tensor]
     """Takes the view of the whole base."""
+
+
+def _follow_part(part: PartOf, func: Any, args: Any, kwargs: Any, one: DTensor, out: Any) -> None:
+    """Mark what was computed from a part of a weight, or warn where the parts and the whole give different numbers."""
+    weight, dim, label = part
+    names = [argument.name for argument in func._schema.arguments]
+    over = (dict(zip(names, args, strict=False)) | kwargs).get("dim")
+    within = dim is not None and over is not None and all(d % one.dim() != dim for d in tree_leaves(over))
+    for result in filter(lambda result: isinstance(result, DTensor), tree_leaves(out)):
+        smaller = result.numel() < one.numel() and not func._schema._is_view_op() and not within
+        if (smaller or func in MIXES_ROWS) and not _in_norm_of_all():
+            warnings.warn(PARTS_DIFFER.format(weight=weight, label=label), stacklevel=2)
+        else:
+            result.part_of = part if result.shape == one.shape else part._replace(dim=None)
+
+
+def _in_norm_of_all() -> bool:
+    """Return whether torch computes the norm of several gradients, which it does one by one on the CPU."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_get_total_norm":
+        frame = frame.f_back
+    return frame is not None and len(frame.f_locals.get("tensors", ())) > 1
+
+
+PARTS_DIFFER = (
+    "{label} is one of the parts that {weight} is stored as, and a norm, a mean or a product of it is not that of the "
+    "whole weight: an optimizer or a loop that treats each tensor by itself differs here from one process (sums over "
+    "all parameters, such as the norm of all gradients, do not)"
+)
 
 
 def _as_views(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
@@ -359,7 +408,7 @@ class ShardedParameter(GridDTensor):
         if value is not None and type(value) is not GridDTensor:
             owes = isinstance(value, DTensor) and self._owes_as(value)
             part = local_of(value) if owes else own_part(value.detach(), spec, f"{self.label}: .grad")  # type: ignore[arg-type]
-            value = grid_dtensor(part, value._spec if owes else spec)  # type: ignore[attr-defined]
+            value = grid_dtensor(part, value._spec if owes else spec, self)  # type: ignore[attr-defined]
         GRAD.__set__(self, value)
 
     def _owes_as(self, value: DTensor) -> bool:
@@ -506,9 +555,12 @@ def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
     return parameter  # type: ignore[return-value]
 
 
-def grid_dtensor(local: Tensor, spec: DTensorSpec) -> GridDTensor:
+def grid_dtensor(local: Tensor, spec: DTensorSpec, of: Tensor) -> GridDTensor:
     """Return a gradient. DTensor.from_local would take a millisecond, and DTensor.__init__ does nothing, slowly."""
-    return DTensor.__new__(GridDTensor, own_storage(local), spec, requires_grad=False)
+    gradient = DTensor.__new__(GridDTensor, own_storage(local), spec, requires_grad=False)
+    if (part_of := getattr(of, "part_of", None)) is not None:
+        gradient.part_of = part_of
+    return gradient
 
 
 def own_storage(local: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -185,7 +186,7 @@ def come_from_own_lines() -> float:
     try:
         if grid.rank == 0:
             model.register_forward_hook(lambda *_: None)
-            model[0].weight.register_hook(lambda gradient: None)
+            model[0].weight.register_hook(lambda _: None)
         for _ in range(2):
             if grid.rank == 0:
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -203,6 +204,39 @@ def come_from_own_lines() -> float:
 def test_ranks_with_hooks_or_a_profiler_of_their_own_come_together(ranks) -> None:
     one, other = ranks(2).run(come_from_own_lines)
     assert one == other
+
+
+def parts_differ(read: str) -> list[str]:
+    """The warnings of a line that reads an encoder layer, whose weight of q, k and v is stored as three parts."""
+    grid = ff.Grid(x=2, device="cpu")
+    model = ff.parallelize(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), grid)
+    model(torch.randn(4, 3, 8)).mean().backward()
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        eval(read, {"torch": torch, "model": model, "q": model.self_attn.in_proj_weight_0})
+    return [str(each.message) for each in said]
+
+
+@pytest.mark.parametrize(
+    ("read", "differs"),
+    [
+        ("q.norm()", True),
+        ("q.data.pow(2).sum().sqrt().item()", True),
+        ("q.grad.norm()", True),
+        ("q.grad.mean(0)", True),
+        ("q @ q.mT", True),
+        ("torch.nn.utils.clip_grad_norm_(q, 1.0)", True),
+        ("q.norm(dim=1)", False),
+        ("q[0].tolist()", False),
+        ("model.linear1.weight.norm()", False),
+        ("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", False),
+    ],
+)
+def test_numbers_of_a_part_of_a_weight_are_said_to_differ(read: str, differs: bool, ranks) -> None:
+    for said in ranks(2).run(parts_differ, read):
+        assert [
+            bool(re.search("in_proj_weight_0 is one of the parts that .*in_proj_weight is", text)) for text in said
+        ] == ([True] * differs)
 
 
 # what ranks draw

@@ -154,6 +154,7 @@ class ReferenceModel(LanguageModel):
         self._lora = config.lora.build()
         self.module = build(self.config, grid, policy=self._policy, seed=seed, dtype=dtype, lora=self._lora)
         self.module.places_alike = True  # loaders give every place equally many rows of one length
+        gradients_of(self.module).all_come = True
         if config.log.companions_every:
             self.module.count_companions()
         if self._lora is None:  # frozen weights have fewer FLOPs, which nobody counts

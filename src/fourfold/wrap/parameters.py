@@ -30,7 +30,7 @@ from fourfold.grid import Grid
 from fourfold.layout import EXPAND_WEIGHT, REPEATED, Layout, Spec
 from fourfold.nn.layer import PLAIN_SLICES, SPECS, Layer, ShardMemory, reserve
 from fourfold.nn.rng import key_of
-from fourfold.params import local_of, shard_parameter, whole_over_pipe
+from fourfold.params import PartOf, local_of, shard_parameter, whole_over_pipe
 from fourfold.torch_hooks import REPLACED
 from fourfold.wrap.adapters import Adapter, GatheredAdapter, PlainSlice, ReadWhole, adapters_of, lost_change_error
 from fourfold.wrap.grid_tensor import GridTensor, ModelContext, TensorPlacement, version_of
@@ -107,6 +107,9 @@ class ParameterSharder:
                 reserved = memory.get((layer, inside)) or memory.get(original)
                 made[own] = parameter = _cut(whole, specs[own], self.grid, reserved)
                 parameter.requires_grad_(original.requires_grad)
+                if part.rows is not None:
+                    weight = f"{name}.{part.original}".lstrip(".")
+                    parameter.part_of = PartOf(weight, part.dim, full)  # type: ignore[attr-defined]
                 self._sharded[original] = parameter, specs[own], full
             layer._parameters[inside] = made[own]
         for parameter in module._parameters.values():

@@ -141,32 +141,31 @@ class Scalars:
 
 def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tuple, kwargs: dict) -> Scalars:
     """Refuse a model with rows that depend on other rows; return the scalar outputs that are not means over rows."""
-    dependent: list[str] = []
+    dependent: str | None = None
     if hidden := next((leaf for leaf in leaves_of((args, kwargs)) if not isinstance(leaf, PLAIN)), None):
         context.unchecked = f"an input of type {type(hidden).__name__} may hide tensors"
         return Scalars()
     listed = _lists_rows(context, args, kwargs)
     if listed == "certainly":
         return _leave_listed_rows(context)
-    for dim in context.rows_dims:
-        if not rows_along(dim, args, kwargs):
-            continue
-        found = _verdict(context, RowComparison(context, model, run, args, kwargs, dim))
-        if found is None and listed:
-            return _leave_listed_rows(context)
+    for dim in filter(lambda dim: rows_along(dim, args, kwargs), context.rows_dims):
+        comparison = RowComparison(context, model, run, args, kwargs, dim)
+        found = _verdict(context, comparison)
         if found is None:
+            if listed:
+                return _leave_listed_rows(context)
             continue
         differs, scalars = found
-        if differs is None:
+        if differs is None and (dependent is None or comparison.shown):
             return scalars
-        dependent.append(differs)
-    if not dependent:
+        dependent = dependent or differs
+    if dependent is None:
         return Scalars()
     if listed:
         return _leave_listed_rows(context)
     dim = context.rows_dims[0]
     raise RuntimeError(
-        f"{type(model).__name__}: {dependent[0]} depends on the other rows of its batch, and a (data, z) "
+        f"{type(model).__name__}: {dependent} depends on the other rows of its batch, and a (data, z) "
         "place has only its own rows; gather what they need of each other with ff.whole_batch(tensor) in forward "
         "(before a similarity, a mean over the batch, ...), or compute it outside of the model; if rows do not lie "
         f"along dim {dim} of the inputs, say so: ff.parallelize(..., rows_dim={1 - dim})"
@@ -243,6 +242,8 @@ class RowComparison:
         if not comm.equal_along(self.few, grid, BATCH):
             self.few = 1
         self.place = grid.shape.row_place(grid.rank) % self.places
+        self.shown = False
+        """Whether an output shows that rows lie along this dim: it is a scalar, or has more entries for more rows."""
         self._cut: list[Tensor] = []
         """The inputs that were cut to the sampled rows; all others are passed on as they are."""
         own = [leaf for leaf in leaves_of(self.inputs) if isinstance(leaf, Tensor) and self._has_rows(leaf)]
@@ -279,6 +280,7 @@ class RowComparison:
             return self.verdict()
         if len(alone) != len(joint):
             return "the structure of its result", Scalars()
+        self.shown = self._anywhere(any(not a.dim() or a.shape != b.shape for _, a, b in _floats(alone, joint)))
         dependent = self._first_that_differs(alone, joint)
         scalars = self._scalars(alone, joint, _count_targets(own)) if dependent is None else Scalars()
         by_chance = self._anywhere(draws.by_chance or drawn != also_drawn)
