@@ -7,8 +7,7 @@ communicator is touched before all are there, and a rank that nobody joins is re
 
 To meet costs the store a round. A line from which all ranks came together will bring them together again, so it is
 asked the first time, and at doubling intervals from then on. A line is known by all calls in the user's code that lead
-to it, without those inside of torch, which differ on a rank that has hooks. All passes of training count as one line,
-because a rank may run some of them from a line of its own, such as that of a profiler.
+to it, without those inside of torch, which differ on a rank that has hooks.
 
 Invariant: whether a call is let in is decided once, by whichever rank is first to announce it, and is equal on all.
 """
@@ -35,6 +34,8 @@ PASS_SECONDS = 600.0
 or has saved or evaluated by itself. NCCL would let it wait as long in the pass's first collective."""
 TOLD_SECONDS = 10.0
 """Seconds after which the first of the ranks says that it waits at the gate; it is the one that people let log."""
+WAITS_AT = "waits at"
+"""The key under which a rank shows the line at which it waits."""
 LIBRARIES = tuple(str(Path(module).parent) + os.sep for module in (str(torch.__file__), __file__))
 """Folders of the code that is not the user's."""
 
@@ -48,13 +49,10 @@ class Gate:
         """How often all ranks have come here, by ranks and stack of calls."""
         self._ranks: dict[tuple[object, tuple[bool, ...]], tuple[int, ...]] = {}
 
-    def enter(
-        self, mesh: DeviceMesh, dims: tuple[bool, ...], what: str, *, seconds: float = 0.0, anywhere: bool = False
-    ) -> None:
+    def enter(self, mesh: DeviceMesh, dims: tuple[bool, ...], what: str, *, seconds: float = 0.0) -> None:
         """Return when all ranks along these dims of a mesh of the grid are here; raise if one of them does not come.
 
-        `what` names the collective. `seconds` is the deadline, by default `GATE_SECONDS`. `anywhere`: ranks may come
-        from different lines.
+        `what` names the collective. `seconds` is the deadline, by default `GATE_SECONDS`.
         """
         if len(self._channel.ranks) == 1:  # a fake process group has one rank that stands for all
             return
@@ -62,19 +60,22 @@ class Gate:
         ranks = self._ranks_along(mesh, dims)
         if len(ranks) == 1:
             return
-        known_by = what if anywhere else _calls()
-        key = hash((ranks, known_by))
+        calls = _calls()
+        key = hash((ranks, calls))
         passed = self._passed[key]
         if passed & (passed - 1) == 0:
-            name = f"{zlib.crc32(repr((ranks, known_by)).encode()):08x}/{passed}"
-            file, _, line = next(iter(_calls()), ("a hook", "", 0))
-            about = (
-                f"{what} at {file}:{line} is a message between {ranks_text(ranks)}, which hold parts of what it reads"
-            )
-            if missing := self._missing(name, ranks, about, seconds):
+            name = f"{zlib.crc32(repr((ranks, calls)).encode()):08x}/{passed}"
+            here = "{0}:{2}".format(*next(iter(calls), ("a hook", "", 0)))
+            about = f"{what} at {here} is a message between {ranks_text(ranks)}, which hold parts of what it reads"
+            self._channel.put(WAITS_AT, here)
+            missing = self._missing(name, ranks, about, seconds)
+            others = self._channel.collect(WAITS_AT, ranks, 0.0, partial=True) if missing else {}
+            self._channel.drop(WAITS_AT)
+            if missing:
+                elsewhere = [f" (rank {rank} waits at {there})" for rank, there in others.items() if there != here]
                 raise RuntimeError(
-                    f"{about}, and {missing} did not come here within {seconds:g} s: do it on all of them, "
-                    "and print or log the result on one"
+                    f"{about}, and {missing} did not come here within {seconds:g} s{''.join(elsewhere[:1])}: "
+                    "do it on all of them, from the same line, and print or log the result on one"
                 )
         self._passed[key] = passed + 1
 

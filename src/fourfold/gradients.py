@@ -362,7 +362,7 @@ class Gradients:
             return
         if torch.is_grad_enabled():
             dims = tuple([axis not in BATCH for axis in CUTS])
-            self.grid.gate.enter(self.grid.mesh, dims, "a forward pass", seconds=gate.PASS_SECONDS, anywhere=True)
+            self.grid.gate.enter(self.grid.mesh, dims, "a forward pass", seconds=gate.PASS_SECONDS)
             return
         alike = self.grid.shape.folded or self.grid.size(CONTEXT) > 1
         dims = tuple([alike or axis not in REPLICAS for axis in CUTS])  # places of replicas exchange nothing

@@ -92,6 +92,15 @@ ON_SHARDS = {aten.detach.default, aten.alias.default, *LIKE}
 """Operations through which no gradient reaches a parameter; they always return a DTensor and gather nothing."""
 
 
+RESHAPES = {aten.view.default, aten._unsafe_view.default}
+"""Operations that torch runs on shards as if all were equally large, and that then fail on some ranks."""
+
+
+POINTWISE = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+"""Operations that torch, once it has done them with a number and a tensor that owes a sum, does with any tensor of no
+dims as if that were a number, and fails."""
+
+
 class PartOf(NamedTuple):
     """The plain weight that is stored as several parameters, for one of these or what was computed from it."""
 
@@ -131,11 +140,7 @@ class GridDTensor(DTensor):
         if mixed or changes:  # what is changed is a plain tensor, also of one number
             args, kwargs = tree_map_only(DTensor, _met_and_whole, (args, kwargs))
             return func(*args, **kwargs)
-        try:
-            out = DTensor.__torch_dispatch__(func, types, args, kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            _require_no_strategy(error)
-            out = _compute_whole(func, args, kwargs)
+        out = _compute(func, types, args, kwargs)
         if func in LIKE:
             return out
         one = changed[0] if isinstance(changed, (list, tuple)) and len(changed) == 1 else changed
@@ -281,6 +286,18 @@ def _as_computed(out: Any) -> Any:
     return out
 
 
+def _compute(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on shards where torch can do that, else on whole tensors."""
+    if func in POINTWISE:
+        args = _paid(args)
+    if func not in RESHAPES or not _is_cut_unevenly(args[0]):
+        try:
+            return DTensor.__torch_dispatch__(func, types, args, kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            _require_no_strategy(error)
+    return _compute_whole(func, args, kwargs)
+
+
 def _compute_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on whole tensors; every rank gets the whole result, as a DTensor."""
     mesh = next(leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
@@ -299,6 +316,28 @@ def _on_every_rank(mesh: Any, whole: Tensor) -> DTensorSpec:
 def _is_cut_plainly(tensor: DTensor) -> bool:
     """Return whether a `Layout` can say how a tensor lies: nothing is owed, and no part is strided."""
     return all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
+
+
+def _paid(operands: Any) -> Any:
+    """Return the operands of a pointwise operation; where tensors lie differently, what they owe is paid."""
+    lies = [operand.placements for operand in operands if isinstance(operand, DTensor)]
+    if len(lies) < 2 or lies[0] == lies[1]:
+        return operands
+    return tree_map_only(DTensor, _paid_whole, operands)
+
+
+def _paid_whole(tensor: DTensor) -> DTensor:
+    whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor if whole == list(tensor.placements) else tensor.redistribute(placements=whole)
+
+
+def _is_cut_unevenly(tensor: DTensor) -> bool:
+    """Return whether some ranks hold more of a tensor than others."""
+    sizes = [1] * tensor.dim()
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] *= size
+    return any(length % size for length, size in zip(tensor.shape, sizes, strict=True))
 
 
 def _lie_alike(changed: DTensor, *operands: Any) -> bool:

@@ -6,6 +6,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from math import sqrt
 from typing import Any
 
@@ -174,11 +175,33 @@ def test_a_rank_that_asks_alone_is_refused_and_both_go_on(ranks) -> None:
     for each in refused:
         assert "test_numbers.py:" in each
         assert "between ranks 0, 1, which hold parts of what it reads, and rank 1 did not come here within 1 s" in each
-        assert "do it on all of them, and print or log the result on one" in each
+        assert "do it on all of them, from the same line, and print or log the result on one" in each
 
 
-def come_from_own_lines() -> float:
-    """Only rank 0 has hooks, as for a log, and only its passes of training run in a profiler."""
+def ask_from_two_lines() -> str:
+    grid = ff.Grid(2, device="cpu")
+    model = ff.parallelize(model_and_batch()[0], grid)
+    gate.GATE_SECONDS, before = 1.0, gate.GATE_SECONDS
+    try:
+        with pytest.raises(RuntimeError) as refused:
+            if grid.rank == 0:
+                model[0].weight.norm().item()
+            else:
+                model[0].weight.norm().item()
+        return str(refused.value)
+    finally:
+        gate.GATE_SECONDS = before
+
+
+def test_ranks_that_ask_from_two_lines_are_shown_both(ranks) -> None:
+    said = ranks(2).run(ask_from_two_lines)
+    assert any(
+        re.search(r"rank \d did not come here within 1 s \(rank \d waits at test_numbers.py:\d+\)", s) for s in said
+    )
+
+
+def come_with_hooks() -> float:
+    """Only rank 0 has hooks, as for a log, and only it runs in a profiler."""
     grid = ff.Grid(2, device="cpu")
     model, batch = model_and_batch()
     model = ff.parallelize(model, grid)
@@ -188,12 +211,9 @@ def come_from_own_lines() -> float:
             model.register_forward_hook(lambda *_: None)
             model[0].weight.register_hook(lambda _: None)
         for _ in range(2):
-            if grid.rank == 0:
-                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-                    loss = model(batch).square().mean()
-            else:
-                loss = model(batch).square().mean()
-            loss.backward()
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            with torch.profiler.profile(activities=activities) if grid.rank == 0 else nullcontext():
+                model(batch).square().mean().backward()
             with torch.no_grad():
                 model(batch)
         return model[0].weight.grad.norm().item()
@@ -202,7 +222,7 @@ def come_from_own_lines() -> float:
 
 
 def test_ranks_with_hooks_or_a_profiler_of_their_own_come_together(ranks) -> None:
-    one, other = ranks(2).run(come_from_own_lines)
+    one, other = ranks(2).run(come_with_hooks)
     assert one == other
 
 

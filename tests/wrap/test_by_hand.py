@@ -109,9 +109,17 @@ def read_beside_plain(m: Any) -> None:
     m.up.bias += (m.up.weight - VALUES).norm() + (average @ drawn(6)).sum() + (m.up.weight @ drawn(6)).sum()
 
 
+def by_numbers(m: Any) -> None:
+    """Numbers that owe a sum or a norm, with a plain number first, then with each other."""
+    for p in m.parameters():
+        for owing in (p.norm(), p.sum(), p.flatten().max(), p.abs().mean()):
+            settled = 0.01 * p.norm()
+            p.add_(1e-3 * ((owing + 1e-6) + (owing + settled) / (1.0 + owing * settled)))
+
+
 PARAMETERS: list[Callable[[Any], None]] = [
     *(entries, views, entries_of_data, by_a_mask, by_plain_tensors, standardised, transposed, drawn_by_each_rank),
-    read_beside_plain,
+    *(read_beside_plain, by_numbers),
 ]
 
 # what a loop does to the gradients, after backward
