@@ -63,7 +63,7 @@ class Bounds:
         self.counts: list[RowCounts] = []
         self.choices: list[Tensor] = []
         """The destinations of tokens: the ranks of those that are sent, and the experts of those that have come."""
-        with _noting_messages(sent), _noting_counts(self.counts), _noting_choices(self.choices):
+        with _noting_messages(sent, grid), _noting_counts(self.counts), _noting_choices(self.choices):
             step()
         take = buffers.taking()
         self.messages = [SentMessage(each.function, tree_map_only(Tensor, take, each.args)) for each in sent]
@@ -97,13 +97,14 @@ class Bounds:
 
 
 @contextmanager
-def _noting_messages(sent: list[SentMessage]) -> Iterator[None]:
+def _noting_messages(sent: list[SentMessage], grid: Grid) -> Iterator[None]:
+    """Note the messages that the grid's ledger counts: others belong to no step, such as comparisons of copies."""
     inside = False  # `wire` may send one kind of message as another
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             nonlocal inside
-            if inside:
+            if inside or len(counted) == len(sent):
                 return function(*args)
             sent.append(SentMessage(function, args))
             inside = True
@@ -114,7 +115,7 @@ def _noting_messages(sent: list[SentMessage]) -> Iterator[None]:
 
         return call
 
-    with ExitStack() as stack:
+    with grid.ledger.watch() as counted, ExitStack() as stack:  # which counts a message before it is sent
         for name in COLLECTIVES:
             stack.enter_context(mock.patch.object(wire, name, noting(getattr(wire, name))))
         yield
