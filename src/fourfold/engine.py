@@ -113,8 +113,13 @@ class OrderedGather(WeightGather[T], Protocol[T]):
     """A gather that all places send, also those that do not use the weights."""
 
     @property
+    def kind(self) -> str:
+        """Tells apart gathers of the same weights that one prefetch may hold, such as forward's and backward's."""
+        ...
+
+    @property
     def message(self) -> Hashable:
-        """Identifies the weights and how they travel; several forms of weights may come in the same message."""
+        """Identifies the kind and the weights, but not their form, which some places may not know."""
         ...
 
     @property

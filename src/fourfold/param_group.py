@@ -28,8 +28,6 @@ from fourfold.ledger import joint_label
 from fourfold.params import shards_of, to_back, to_front
 from fourfold.policy import Policy
 
-SIDE_BY_SIDE = "side by side"
-"""The kind of groups whose weights a product reads side by side."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -155,7 +153,7 @@ class ParamGroup:
         self.kind = kind
         # with the dtypes: a gather that was recorded before `model.to(...)` must not be taken for this one
         self.key = kind, label, members, *self.dtypes
-        self.message = kind == SIDE_BY_SIDE, *self.ids, *self.dtypes
+        self.message = kind, *self.ids, *self.dtypes
         self.nbytes = self.elements * self.compute_dtype.itemsize if self.travels else 0
 
     def is_current(self) -> bool:

@@ -27,8 +27,7 @@ from fourfold.errors import LateRanksError, UnlikeRanksError
 from fourfold.gradients import Gradients
 from fourfold.job import Channel
 from fourfold.layout import GATHERED
-from fourfold.param_group import SIDE_BY_SIDE, GroupMember, ParamGroup
-from fourfold.product import SideBySide
+from fourfold.param_group import GroupMember, ParamGroup
 
 MOST_RECORDS = 8
 """Records of one kind of pass that are kept: so many ways of running a model may take turns without being recorded
@@ -41,7 +40,7 @@ class Step(NamedTuple):
     op: str
     names: tuple[str, ...]
     kind: str = ""
-    """The kind of the group (`ParamGroup`), if others cannot use what is gathered."""
+    """The kind of what is gathered (`OrderedGather`)."""
 
 
 GATHER, REDUCE = "gather", "reduce"
@@ -222,7 +221,7 @@ class PlaceOrder:
         """Come to the place of a gather in the order of all places."""
         if self._taking_part or not self._is_in_pass():
             return
-        step = self._step(GATHER, wanted.parameters, SIDE_BY_SIDE if isinstance(wanted, SideBySide) else "group")
+        step = self._step(GATHER, wanted.parameters, wanted.kind)
         self._gathers[step] = wanted
         self._come_to(step)
 

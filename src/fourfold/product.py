@@ -23,7 +23,7 @@ from fourfold.comm import Pending
 from fourfold.engine import Turns
 from fourfold.gradients import ForwardPass
 from fourfold.operators import Body, OpContext, collect, enter, once_differentiable
-from fourfold.param_group import SIDE_BY_SIDE, ZEROS_BEHIND, ParamGroup, Parcel, launch_together
+from fourfold.param_group import ZEROS_BEHIND, ParamGroup, Parcel, launch_together
 from fourfold.params import local_of, shards_of
 
 MEMORY = "_fourfold_memory"
@@ -52,8 +52,9 @@ class SideBySide:
         self._padding = widths[-1] - weights.rows[-1]  # rows of zeros behind the last weight
         self._may_lie_joined = not group.travels and weights.rows[:-1] == list(widths[:-1])
         self.axis = group.axis
-        self.key = SIDE_BY_SIDE, group is weights, *group.key
-        self.message = True, *group.message[1:]
+        self.key = "side by side", group is weights, *group.key
+        self.kind = f"side by side, {group.kind}"
+        self.message = self.kind, *group.message[1:]
         self.parameters, self.is_current = group.parameters, group.is_current
         self.nbytes = group.nbytes
         self._places: list[int] = []  # where the weights of `_joint` lie
