@@ -156,7 +156,9 @@ def call(emulation: None) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:  #
 
     def start() -> subprocess.Popen[bytes]:
         command = [sys.executable, emulate.__file__, "--nodes", "1", "--ranks", "1"]
-        process = subprocess.Popen([*command, "--", "--no-python", "sleep", "300"], stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, "--", "--no-python", "sleep", "300"], stderr=subprocess.DEVNULL, preexec_fn=hear_ctrl_c
+        )
         started.append(process)
         wait_until(lambda: "sleep" in commands_on(f"{emulate.PREFIX}-{process.pid}-0"))
         return process
@@ -166,6 +168,10 @@ def call(emulation: None) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:  #
         process.kill()
         process.wait()
     emulate.sweep()
+
+
+def hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has the tests ignore it if it runs them in the background
 
 
 def wait_until(done: Callable[[], bool], seconds: float = 60) -> None:
