@@ -389,32 +389,32 @@ class Gradients:
         self.engine.begin(kind)
 
     def come_to_backward(self) -> None:
-        """Begin a backward pass in the order of passes, before its first message over z; nothing outside of one."""
+        """Announce a backward pass before its first message over z. Does nothing outside of a backward pass."""
         this_pass = torch._C._current_graph_task_id()
         if this_pass not in (-1, self._came) and not self._passes:
             self._came = this_pass
             self._come("a backward pass", (GATHERED,))
 
     def come_to_losses(self) -> None:
-        """Begin what all places compute together in a forward pass, or just after it: losses, a comparison."""
+        """Announce the messages to all places that a loss or a comparison needs, during a forward pass or after it."""
         if self.grid.size(REPLICA) > 1:  # else the places are those along z, whose passes have come
             self._come("a forward pass with messages to all places", BATCH)
 
     def come_to_loss_gradient(self) -> None:
-        """Begin a backward pass with the gradient of a loss that all places compute together."""
+        """Announce a backward pass that begins at a loss of all places."""
         this_pass = torch._C._current_graph_task_id()
         if self.grid.size(REPLICA) > 1 and this_pass != self._came_to_loss:
             self._came_to_loss = this_pass
             self._come("a backward pass from a loss", BATCH)
 
     def come_to_sums(self) -> None:
-        """Begin the sums of a step's gradients over all places."""
+        """Announce the sums of a step's gradients over all places."""
         if self.grid.size(REPLICA) > 1 and not self._came_to_sums:
             self._came_to_sums = True
             self._come("the sums of gradients", BATCH)
 
     def come_to_step(self) -> None:
-        """Begin a step of an optimizer, between whose steps all places run equally many passes."""
+        """Announce a step of an optimizer; between two steps all places run equally many passes."""
         self._come("a step of an optimizer", (GATHERED,))
         if self.grid.size(REPLICA) > 1:
             self._come("a step of an optimizer", BATCH)

@@ -266,7 +266,7 @@ class WindowReader:
             if documents and not source.has_documents:
                 raise ValueError(
                     f"documents=True, but the source {source.name} does not say where documents start; "
-                    "give the id that ends them with eod=, or use documents=False"
+                    "give the id that ends them as its eod, or use documents=False"
                 )
         self.sources, self.seq, self.vocab, self.documents = tuple(sources), seq, vocab, documents
         self.windows = tuple(

@@ -577,7 +577,7 @@ class NanoGPTFile(TokenSource):
 
     def document_starts(self, start: int, stop: int) -> Tensor:
         if self.eod is None:
-            raise ValueError(f"{self.name} does not say where documents start; give the id that ends them with eod=")
+            raise ValueError(f"{self.name} does not say where documents start; give the id that ends them as its eod")
         # A document starts behind each eod, so look one token further to the left.
         first = max(start - 1, 0)
         ends = first + (self.read(first, max(stop - 1, first)) == self.eod).nonzero().flatten()

@@ -448,6 +448,8 @@ def _read_facts(path: Path) -> tuple[Mapping[str, Any], Shape]:
 
 
 def _shape_of(sizes: Mapping[str, Any], order: tuple[str, ...] = ()) -> Shape:
+    if not isinstance(sizes, Mapping):
+        raise ValueError('a grid is an object with the sizes of its axes, such as {"x": 2}')
     # A run from before an axis existed does not name it; its size is 1, so its place in the order means nothing.
     return Shape(**sizes, order=order + tuple(axis for axis in AXES if axis not in order))
 

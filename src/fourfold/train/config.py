@@ -58,7 +58,7 @@ def require_at_least(section: Any, **least: float) -> None:
     for name, bound in least.items():
         value = getattr(section, name)
         if value is not None and not bound <= value < inf:
-            raise ValueError(f"{name}={value} must be at least {bound}")
+            raise ValueError(f"{name}={value} must be at least {bound}{' and finite' * (value == inf)}")
 
 
 @contextmanager

@@ -520,6 +520,8 @@ def explain(model: nn.Module) -> str:
         )
     if context.unchecked:
         lines.append(f"whether rows depend on each other could not be checked: {context.unchecked}")
+    if context.left_out_hooks:
+        lines.append("forward hooks take no part in the check of rows: it does not see one that mixes rows")
     if context.made_whole:
         lines += ["", "Made whole in the last pass (the operation is right, and slower than on parts):"]
         lines += [f"  {count} x {operation} {place}" for (place, operation), count in context.made_whole.most_common()]

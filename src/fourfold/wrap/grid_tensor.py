@@ -96,6 +96,8 @@ class ModelContext:
         """The rows on which the check of rows runs the model (`rows.RowSample`); None in any other pass."""
         self.unchecked = ""
         """Why the model could not be checked for rows that depend on each other; empty if it could."""
+        self.left_out_hooks = False
+        """Whether modules have forward hooks of the user's, which the check of rows does not call."""
         self.whole_copies: list[Any] = []
         """Whole copies of cut tensors, with views that model code may hold (`grid_tensor.WholeCopy`)."""
         self.last_cast: tuple[Tensor, object, Tensor] | None = None

@@ -346,6 +346,7 @@ class RowComparison:
             warnings.catch_warnings(),
             NoDropout(),
         ):
+            self.context.left_out_hooks = state.leaves_out_hooks()
             warnings.simplefilter("ignore")  # these rows are not the user's batch: a statistic over one row may warn
             torch.manual_seed(seed)
             error: Exception | None = None

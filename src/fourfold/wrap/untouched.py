@@ -124,7 +124,8 @@ QUEUES = {"queue", "_queue", "multiprocessing", "socket", "sqlite3", "_csv"}
 """Packages with objects that hand things on to others."""
 COPIED = (*(type(iter(empty)) for empty in ([], (), range(0), "", {}, set())), itertools.count)
 """Iterators with a copy that goes on by itself. Others may share what they iterate over with their copies."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module with its hooks, and, after `_global`, torch's tables of hooks for all modules."""
 HOOKS_THAT_COMPUTE = {"torch", "fourfold", "transformers", "peft", "accelerate"}
 """Packages with hooks that are part of what a module computes, such as `weight_norm`."""
@@ -168,6 +169,13 @@ class Untouched:
             del table[key]
         for put, substitute in self._taken:
             put(substitute)
+
+    def leaves_out_hooks(self) -> bool:
+        """Return whether hooks on forward passes are not called, which could have changed results."""
+        modules = [vars(each) for each in self._known.values() if isinstance(each, nn.Module)]
+        tables = [vars(torch_module)[f"_global{name}"] for name in FORWARD_HOOKS]
+        tables += [module[name] for module in modules for name in FORWARD_HOOKS]
+        return any(table is other for table, _ in self._muted for other in tables)
 
     def restore(self) -> None:
         """Put everything back."""
