@@ -342,6 +342,11 @@ class Gradients:
         """Return whether this is a parameter of the model as it was built."""
         return id(parameter) in self._tracked
 
+    def expects(self, names: Iterable[str]) -> bool:
+        """Return whether a pass that is alive will still produce a gradient of one of these parameters."""
+        keys = [id(self.parameters[name][0]) for name in names]
+        return any(each.expects(keys) for each in self._alive.values())
+
     def begin_step(self, passes: int, *, until_end_step: bool = False) -> None:
         """Announce that the next `passes` forward and backward passes belong to one step.
 

@@ -178,9 +178,17 @@ class PlaceOrder:
         self._gathers: dict[Step, OrderedGather] = {}
         self._channel: Channel | None = None
         if self._choices.nested:
-            # gathers and reductions must alternate in one way on all places, and products that wait for messages would
-            # make it depend on which experts ran
+            self._run_products_at_once()
+
+    def _run_products_at_once(self) -> None:
+        """Hold no product back behind messages.
+
+        Gathers and reductions must alternate in one way on all places, and products that wait for messages would make
+        it depend on which experts ran. All places come to this together, so backward passes are recorded anew.
+        """
+        if self.engine.wgrad_queue.most:
             self.engine.wgrad_queue.most = 0
+            self._known.pop(BACKWARD, None)
 
     # --- passes
 
@@ -200,7 +208,10 @@ class PlaceOrder:
         if self._recording:
             self._agree_on(END)
             known, backward = self._known.setdefault(self._kind, []), self._kind == BACKWARD
-            known.append(self._choices.completed(self._record, self._members.__contains__, downwards=backward))
+            complete = self._choices.completed(self._record, self._members.__contains__, downwards=backward)
+            if not backward and len(complete) > len(self._record):
+                self._run_products_at_once()  # nobody has run some module, so rows choose
+            known.append(complete)
             del known[:-MOST_RECORDS]
         self._kind = None
 
@@ -243,7 +254,9 @@ class PlaceOrder:
 
     def _come_to(self, step: Step) -> None:
         if not self._recording:
-            if self._at < len(self._record) and self._record[self._at] == step:
+            while not self._is_next(step) and self._waits_before(step):
+                self.engine.wgrad_queue.run_one()
+            if self._is_next(step):
                 self._at += 1
                 return
             if self._skip_to(step):
@@ -251,6 +264,22 @@ class PlaceOrder:
             self._meet(step)
         if self._recording:
             self._agree_on(step)
+
+    def _is_next(self, step: Step) -> bool:
+        return self._at < len(self._record) and self._record[self._at] == step
+
+    def _waits_before(self, step: Step) -> bool:
+        """Return whether products wait for a message, and the record has the reduction of one before this step.
+
+        Where others run a module, the messages behind which such products run, this place may skip it.
+        """
+        if not self.engine.wgrad_queue.jobs or step not in self._record[self._at :]:
+            return False
+        return any(
+            self.gradients.expects(each.names)
+            for each in self._record[self._at : self._record.index(step, self._at)]
+            if each.op == REDUCE
+        )
 
     def _skip_to(self, step: Step) -> bool:
         """Take part in what the record has before this step; return False if that cannot be left out."""
@@ -311,6 +340,7 @@ class PlaceOrder:
         verdict = self._ask(text, self._judge)
         if not verdict:
             raise self._error(step)
+        self._run_products_at_once()
         return _read(verdict)
 
     def _judge(self, texts: Sequence[str]) -> str:

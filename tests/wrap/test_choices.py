@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from fourfold.grid import Shape
 from fourfold.wrap import whole_tensors
 from harness import RankFailed, grid_of
 
-EXPERTS, WIDTH, PLACE_ROWS, STEPS = 4, 6, 4, 5
+EXPERTS, WIDTH, PLACE_ROWS, STEPS = 4, 6, 4, 4
 
 
 class Expert(nn.Module):
@@ -106,8 +107,8 @@ class Dropped(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "top 1": lambda: Net(lambda: Mixture(1)),
     "top 2": lambda: Net(lambda: Mixture(2)),
-    "switch": lambda: Net(Switch),
-    "by name": lambda: Net(lambda: ByName(2)),
+    "switch": lambda: Net(Switch, layers=1),
+    "by name": lambda: Net(lambda: ByName(2), layers=1),
     "layers": Dropped,
 }
 
@@ -132,52 +133,67 @@ def rows_of(choice: str, places: int, step: int) -> tuple[Tensor, Tensor]:
     return x, torch.cat(chosen)
 
 
-def train(name: str, choice: str, places: int, grid: ff.Grid | None, **policy: Any) -> list[Any]:
+def train(
+    name: str, choice: str, places: int, grid: ff.Grid | None, **policy: Any
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Return the parameters without a gradient in each step, and the state at the end."""
     torch.manual_seed(0)
-    model, found = MODELS[name]().double(), []
+    model, without = MODELS[name]().double(), []
     if grid is not None:
         ff.parallelize(model, grid, policy=ff.Policy(**policy))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3)
+    # it moves a parameter whose gradient is 0, and leaves one without a gradient alone
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9, weight_decay=0.3)
     for step in range(STEPS):
         x, chosen = rows_of(choice, places, step)
         chosen = chosen.double() if name == "switch" else chosen
         if grid is not None:
             x, chosen = ff.local_rows(x, grid), ff.local_rows(chosen, grid)
-        with torch.no_grad():
-            out = model.eval()(x, chosen)
-        loss = functional.mse_loss(model.train()(x, chosen), out.roll(1, 1) + 1)
+        target = x[:, :3]
+        if step % 2:
+            with torch.no_grad():
+                target = model.eval()(x, chosen).roll(1, 1) + 1
+        loss = functional.mse_loss(model.train()(x, chosen), target)
         loss.backward()
-        none = [own for own, parameter in model.named_parameters() if parameter.grad is None]
+        without.append([own for own, parameter in model.named_parameters() if parameter.grad is None])
         optimizer.step()
         optimizer.zero_grad()
-        state = model.state_dict() if grid is None else whole_tensors(model, "state")
-        found.append((none, {own: value.clone() for own, value in state.items()}))
+    return without, dict(model.state_dict()) if grid is None else whole_tensors(model, "state")
+
+
+def train_all(cases: list[Case], places: int, grid: ff.Grid | None, **policy: Any) -> list[Any]:
+    found = []
+    for name, choice in cases:
+        with Widened() if name == "switch" else nullcontext():  # which costs every operation of the others
+            found.append(train(name, choice, places, grid, **policy))
     return found
 
 
 def on_ranks(cases: list[Case], shape: Shape, policy: dict[str, Any]) -> list[Any]:
-    grid = grid_of(shape)
-    with Widened():
-        return [train(name, choice, shape.places, grid, **policy) for name, choice in cases]
+    return train_all(cases, shape.places, grid_of(shape), **policy)
 
 
 Case = tuple[str, str]
-ALL: list[Case] = [(name, choice) for name in MODELS for choice in CHOICES]
 FEW: list[Case] = [
     *(("top 1", "one first"), ("top 1", "equal"), ("top 2", "drawn"), ("switch", "one never")),
     *(("by name", "all first"), ("layers", "one each")),
 ]
 GRIDS = [
     pytest.param(Shape(z=2), {}, FEW, id="z=2"),
-    pytest.param(Shape(x=2, z=2), {}, [("top 2", "all first")], id="x=2 z=2"),
+    # with and without experts inside of blocks that are alike
+    pytest.param(
+        Shape(x=2, z=2), {}, [("top 2", "all first"), ("switch", "one never"), ("layers", "drawn")], id="x=2 z=2"
+    ),
     *(
-        pytest.param(shape, policy, ALL, id=f"{shape} {policy} all", marks=pytest.mark.slow)
+        pytest.param(
+            shape, policy, [(name, choice) for choice in CHOICES], id=f"{shape} {policy} {name}", marks=pytest.mark.slow
+        )
         for shape, policy in (
             (Shape(x=2, z=2), {}),
             (Shape(z=4), {}),
             (Shape(z=2, data=2), dict(overlap=ff.Overlap(prefetch=False))),
             (Shape(z=2), dict(overlap=ff.Overlap(defer=False))),
         )
+        for name in MODELS
     ),
 ]
 
@@ -188,16 +204,13 @@ def test_places_that_run_different_experts_equal_one_process(
 ) -> None:
     pool = ranks(shape.world)
     pool.start(on_ranks, cases, shape, policy)
-    with Widened():
-        alone = {case: train(*case, shape.places, None) for case in cases}
+    alone = train_all(cases, shape.places, None)
     wrong = []
-    for rank, results in enumerate(pool.results(300)):
-        for case, steps in zip(cases, results, strict=True):
-            for step, ((none, state), (plain_none, plain)) in enumerate(zip(steps, alone[case], strict=True)):
-                off = max(float((state[name] - plain[name]).abs().max()) for name in plain)
-                if none != plain_none or off > 1e-12:
-                    wrong.append((rank, case, step, off, set(none) ^ set(plain_none)))
-                    break
+    for rank, results in enumerate(pool.results(120)):
+        for case, (without, state), (plain_without, plain) in zip(cases, results, alone, strict=True):
+            off = torch.stack([(state[name] - plain[name]).abs().max() for name in plain]).max().item()
+            if without != plain_without or not off <= 1e-12:
+                wrong.append((rank, case, off, [set(a) ^ set(b) for a, b in zip(without, plain_without, strict=True)]))
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -229,12 +242,14 @@ class Odd(nn.Module):
 def odd_pass(how: str, shape: Shape, quiet: int, seconds: float) -> str:
     """Run passes in which places do the same, then one in which only the first place does something more."""
     grid = grid_of(shape)
-    deadline, grid.channel.seconds = grid.channel.seconds, seconds
+    deadline = grid.channel.seconds
     model = ff.parallelize(Odd(how).double(), grid)
     draw = torch.Generator().manual_seed(grid.rank)
     try:
         for step in range(quiet + 2):
             odd = step >= quiet and grid.rank == 0
+            if step == quiet:
+                grid.channel.seconds = seconds
             x = torch.rand(PLACE_ROWS, WIDTH, generator=draw, dtype=torch.float64) * (1 if odd else -1)
             model(x, extra=x if how == "argument" and odd else None).sum().backward()
     except (RuntimeError, ValueError) as error:
@@ -262,10 +277,11 @@ def test_a_buffer_that_one_place_writes_is_refused_on_all(ranks, shape: Shape) -
             "ranks disagree on which of torch's losses and ff.whole_batch the model calls: this rank, 0, has "
             "'l1_loss as number 2' since now",
         ),
-        (
+        pytest.param(
             "whole batch",
             "ranks disagree on which of torch's losses and ff.whole_batch the model calls: this rank, 0, has "
             "'ff.whole_batch as number 1' since now",
+            marks=pytest.mark.slow,  # found as a loss is
         ),
         ("argument", "ranks disagree on the arguments that the model is given: this rank, 0, has"),
     ],
@@ -273,7 +289,7 @@ def test_a_buffer_that_one_place_writes_is_refused_on_all(ranks, shape: Shape) -
 def test_a_pass_that_differs_on_one_place_later_is_named(ranks, how: str, said: str) -> None:
     with pytest.raises(RankFailed) as failed:
         # the other rank waits in a collective, which the end of this one ends
-        ranks(2).run(fail_with, how, Shape(z=2), 2, 4.0)
+        ranks(2).run(fail_with, how, Shape(z=2), 2, 1.0, moment=0.2)
     assert said in str(failed.value.errors[0])
 
 
