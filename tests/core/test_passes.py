@@ -233,14 +233,24 @@ def test_a_backward_inside_backward_loses_nothing(ranks) -> None:
             torch.testing.assert_close(x, y, rtol=1e-12, atol=0)
 
 
-def different_rows() -> None:
+def different_rows(later: bool) -> None:
     batch = Batch(Shape(x=2, z=2), Overlap(halves=2), recompute="attention")  # which does not cut a single row
+    if later:  # the rows of the first batch alone are compared
+        batch.train()
+        batch.grid.channel.seconds = 2.0
     batch.loss(batch.rows[: 1 + batch.grid.coords["z"]])
 
 
-def test_places_that_would_be_cut_differently_are_refused(ranks) -> None:
-    with pytest.raises(RankFailed, match=r"rows of this place are cut into . halves"):
-        ranks(4).run(different_rows)
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        (False, "rows of this place are cut into . halves"),
+        (True, "ranks disagree on the number of halves of a batch: this rank, ., has '1' since now"),
+    ],
+)
+def test_places_that_would_be_cut_differently_are_refused(ranks, later: bool, said: str) -> None:
+    with pytest.raises(RankFailed, match=said):
+        ranks(4).run(different_rows, later, moment=1)
 
 
 class Wrapped(nn.Module):

@@ -71,9 +71,6 @@ def unequal(name: str, how: str, shape: Shape, quiet: int) -> list[float]:
             total = total + loss() if odd else total
         elif how == "two backward" and odd:
             loss().backward()
-        elif how == "evaluation" and odd:
-            with torch.no_grad():
-                loss()
         elif how == "forgotten" and odd:
             loss()
         total.backward()
