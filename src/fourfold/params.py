@@ -96,6 +96,12 @@ RESHAPES = {aten.view.default, aten._unsafe_view.default}
 """Operations that torch runs on shards as if all were equally large, and that then fail on some ranks."""
 
 
+EXTREMES = {
+    getattr(packet, overload)
+    for packet in (aten.max, aten.min, aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.median)
+    for overload in packet.overloads()
+} | {aten.linalg_vector_norm.default}
+"""Operations that may fail on a shard without entries, and so on some ranks alone."""
 POINTWISE = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 """Operations that torch, once it has done them with a number and a tensor that owes a sum, does with any tensor of no
 dims as if that were a number, and fails."""
@@ -290,7 +296,8 @@ def _compute(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on shards where torch can do that, else on whole tensors."""
     if func in POINTWISE:
         args = _paid(args)
-    if func not in RESHAPES or not _is_cut_unevenly(args[0]):
+    uneven = func in RESHAPES and _is_cut_unevenly(args[0])
+    if not uneven and not (func in EXTREMES and _is_empty_somewhere(args[0])):
         try:
             return DTensor.__torch_dispatch__(func, types, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -301,7 +308,8 @@ def _compute(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def _compute_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on whole tensors; every rank gets the whole result, as a DTensor."""
     mesh = next(leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
-    args, kwargs = tree_map_only(DTensor, _met_and_whole, (args, kwargs))
+    # a DTensor says that it is contiguous however its parts lie
+    args, kwargs = tree_map_only(DTensor, lambda part: _met_and_whole(part).contiguous(), (args, kwargs))
     return tree_map_only(Tensor, lambda out: _everywhere(mesh, out), func(*args, **kwargs))  # type: ignore[call-arg]
 
 
@@ -333,11 +341,21 @@ def _paid_whole(tensor: DTensor) -> DTensor:
 
 def _is_cut_unevenly(tensor: DTensor) -> bool:
     """Return whether some ranks hold more of a tensor than others."""
-    sizes = [1] * tensor.dim()
+    return any(length % parts for length, parts in zip(tensor.shape, _parts(tensor), strict=True))
+
+
+def _is_empty_somewhere(tensor: DTensor) -> bool:
+    """Return whether the last ranks may hold nothing of a tensor, because all others hold a part rounded up."""
+    return any(parts > 1 and length < parts**2 for length, parts in zip(tensor.shape, _parts(tensor), strict=True))
+
+
+def _parts(tensor: DTensor) -> list[int]:
+    """Return into how many parts each dim of a tensor is cut."""
+    parts = [1] * tensor.dim()
     for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
         if isinstance(placement, Shard):
-            sizes[placement.dim] *= size
-    return any(length % size for length, size in zip(tensor.shape, sizes, strict=True))
+            parts[placement.dim] *= size
+    return parts
 
 
 def _lie_alike(changed: DTensor, *operands: Any) -> bool:
@@ -368,7 +386,8 @@ def change_whole(changed: DTensor, operands: Any, change: Callable[[Tensor, Any]
         )
     _meet(changed, [True] * changed.device_mesh.ndim, "changing a sharded tensor")  # operands come from rank 0 to all
     with torch.no_grad():
-        whole = whole_tensor(changed).clone()  # on a grid of one rank it is the shard
+        # on a grid of one rank the whole is the shard itself
+        whole = whole_tensor(changed).clone(memory_format=torch.contiguous_format)
         change(whole, tree_map_only(Tensor, lambda operand: _whole_operand(operand, changed._spec), operands))
         if computed and not _is_cut_plainly(changed):  # a sum that is owed is paid once: the result is whole
             changed._local_tensor, changed._spec = whole, _on_every_rank(changed.device_mesh, whole)

@@ -226,6 +226,27 @@ def test_ranks_with_hooks_or_a_profiler_of_their_own_come_together(ranks) -> Non
     assert one == other
 
 
+def extremes_of_one_row(shape: Shape | None) -> list[Any]:
+    """Of parameters that are too small for every rank to hold a part."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    if shape is not None:
+        model = ff.parallelize(model, grid_of(shape))
+    model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+    found: list[Any] = []
+    for p in model.parameters():
+        for tensor in (p.detach(), p.grad):
+            found += [tensor.abs().max().item(), tensor.min().item(), tensor.amax().item(), int(tensor.argmax())]
+            found += [float(tensor.norm(float("inf"))), float(tensor.norm()), tensor.flatten().max().item()]
+            found += [tensor.median().item(), *(part.item() for part in tensor.aminmax())]
+    return [round(number, 12) for number in found]
+
+
+@pytest.mark.parametrize("shape", [Shape(x=2), Shape(y=2), Shape(z=2)], ids=str)
+def test_extremes_of_what_some_ranks_hold_nothing_of(shape: Shape, ranks) -> None:
+    assert ranks(2).run(extremes_of_one_row, shape) == [extremes_of_one_row(None)] * 2
+
+
 def parts_differ(read: str) -> list[str]:
     """The warnings of a line that reads an encoder layer, whose weight of q, k and v is stored as three parts."""
     grid = ff.Grid(x=2, device="cpu")
