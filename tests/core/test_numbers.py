@@ -182,6 +182,7 @@ def ask_from_two_lines() -> str:
     grid = ff.Grid(2, device="cpu")
     model = ff.parallelize(model_and_batch()[0], grid)
     gate.GATE_SECONDS, before = 1.0, gate.GATE_SECONDS
+    grid.channel.meet()
     try:
         with pytest.raises(RuntimeError) as refused:
             if grid.rank == 0:
