@@ -520,13 +520,15 @@ class Gradients:
         if not self._sums_wait and self._bucket is not None and self._final(self._bucket[1]):
             self._begin_final_sums()
 
-    def _deposit_of_others(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+    def _deposit_of_others(
+        self, parameters: Sequence[nn.Parameter], flags: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
         """Add gradients of parameters that this place has not used, if another place has.
 
         This makes the host wait, as did the condition in the model's code by which this place skipped them.
         """
         keys = [id(parameter) for parameter in parameters]
-        left_out, nothing = self._left_out, all(map(_is_nothing, gradients))
+        left_out, nothing = self._left_out, all(map(_is_nothing, flags or gradients))
         # autograd knows these parameters from no graph of this place, so it cannot say whether they are left out
         self._left_out = left_out.union(keys) if nothing else left_out.difference(keys)
         self.deposit(parameters, gradients)
@@ -611,13 +613,18 @@ class Gradients:
             return
         skippable = self.places is not None and axis == GATHERED and self.places.before_reduction(parameters)
         use: Callable[[list[Tensor]], None] = partial(self.deposit, parameters, during=during, uses=uses)
+        flags: list[Tensor] = []
         if unused:
-            use = partial(self._deposit_of_others, parameters)
+            use = partial(self._deposit_of_others, parameters, flags)
         if dims:
             gradients, deposit = to_front(gradients, dims), use
             use = lambda shards: deposit([shard.contiguous() for shard in to_back(shards, dims)])  # noqa: E731
-        if skippable and not unused:
-            _mark_used(gradients, self.grid.size(axis))
+        parts = self.grid.size(axis)
+        if skippable and all(map(partial(_leaves_a_part_empty, parts), gradients)):  # which cannot show anything
+            flag = gradients[0].new_full((parts,), NOTHING if unused else 1.0)
+            gradients, use = [*gradients, flag], partial(_split_off_flag, flags, use)
+        elif skippable and not unused:
+            _mark_used(gradients, parts)
         self.engine.deferred.defer(Scatter(self.grid, axis, gradients, nbytes, label, use))
 
     def _count(self, keys: list[int], during: ForwardPass | None, uses: int) -> None:
@@ -779,6 +786,16 @@ class Gradients:
 def _is_nothing(total: Tensor) -> bool:
     """Return whether a sum has `NOTHING` throughout: no rank has used the parameter. The host waits for the device."""
     return bool((total.signbit() & (total == 0)).all())
+
+
+def _split_off_flag(flags: list[Tensor], use: Callable[[list[Tensor]], None], shards: list[Tensor]) -> None:
+    flags.append(shards[-1])
+    use(shards[:-1])
+
+
+def _leaves_a_part_empty(parts: int, gradient: Tensor) -> bool:
+    """Return whether some rank gets nothing of a gradient that is cut into these parts."""
+    return (parts - 1) * -(-len(gradient) // parts) >= len(gradient)
 
 
 def _mark_used(gradients: Sequence[Tensor], parts: int) -> None:
