@@ -79,7 +79,7 @@ def reads_weights(side: Side) -> Iterator[None]:
 def reads_rows(side: Side) -> Iterator[None]:
     for p in trained(side):
         if p.dim():
-            side.log("row", *p.grad.norm(dim=rest_of(p)).flatten().tolist(), p.grad.norm(dim=-1).max().item())
+            side.log("row", *p.grad.norm(2, dim=rest_of(p)).flatten().tolist(), p.grad.norm(dim=-1).max().item())
             side.log("row", *p.detach().mean(dim=-1).flatten().tolist(), *p.grad.sum(0).flatten().tolist())
             side.log("row", float(torch.linalg.vector_norm(p.data, dim=0).min()), p[0].norm().item(), len(p))
             side.log("row", *(row.norm().item() for row in p.grad), p.data.amax(0).sum().item())
@@ -203,8 +203,8 @@ def clips_adaptively(side: Side) -> Iterator[None]:
     """By the norms of rows of weights, as NFNets do."""
     for p in trained(side):
         if p.dim():
-            weight = p.detach().norm(dim=rest_of(p), keepdim=True).clamp_(min=EPS)
-            gradient = p.grad.detach().norm(dim=rest_of(p), keepdim=True)
+            weight = p.detach().norm(2, dim=rest_of(p), keepdim=True).clamp_(min=EPS)
+            gradient = p.grad.detach().norm(2, dim=rest_of(p), keepdim=True)
             limit = weight * 0.05
             clipped = p.grad.detach() * (limit / gradient.clamp(min=1e-6))
             p.grad.detach().copy_(torch.where(gradient > limit, clipped, p.grad.detach()))
