@@ -530,7 +530,7 @@ def require_expected(case: Case, ended: Ended) -> None:
         case "launcher killed":
             demand((-signal.SIGKILL,), "", again)  # ranks may complain until the kernel ends them
         case "NaN":
-            demand((1,), "NaN|differ from each other", again)
+            demand((1,), "NaN|differ from each other|must be equal on all ranks", again)
         case kind if kind in ERRORS:
             demand((0,) if case.phase == "prune" else (1,), os.strerror(ERRORS[kind]), again)
         case kind:

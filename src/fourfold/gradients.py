@@ -895,7 +895,8 @@ class BucketSum:
     def complete(self) -> None:
         """Complete the sum now, because a late gradient has come; `Gradients` will sum the bucket again."""
         if not self.late and not self.gradients.grid.muted:
-            self.gradients.grid.agree_in_time("the gradients that come after their sum", self.bucket.label)
+            late = "the gradients that come after their sum"
+            self.gradients.grid.agree_in_time(late, self.bucket.label, self.bucket.owes)
         self.late = True
         while self.advance():
             pass

@@ -186,6 +186,8 @@ class Grid:
         """What the host must do for the step that is being recorded now; None while steps run as usual."""
         self.agreed: dict[str, str] = {}
         """What all ranks have agreed on last, such as the number of micro-batches (`agree_on_change`)."""
+        self._channels: dict[tuple[str, ...], Channel] = {}
+        """The channels of the ranks along some axes (`agree_in_time`)."""
         self._passes: dict[tuple[str, ...], PassOrder] = {}
         """The order of the passes that send messages along some axes (`come`)."""
         self.connected: set[tuple[int, ...]] = set()
@@ -314,13 +316,18 @@ class Grid:
         """Raise the same error on every rank unless all ranks hold the same `text`."""
         agree(self.channel, what, text)
 
-    def agree_in_time(self, what: str, text: str) -> None:
+    def agree_in_time(self, what: str, text: str, axes: Sequence[str] = ()) -> None:
         """Agree where a rank has come by what it alone knows: the others come with the same text, or this rank raises.
 
-        It raises before the collectives in which the others may wait have reached their deadline.
+        It raises before the collectives in which the others may wait have reached their deadline. `axes`: only the
+        ranks along these agree, by default all of the grid.
         """
+        channel = self.channel
+        if axes and not self.shape.folded:
+            channel = self._channels.get(tuple(axes)) or Channel(f"over {' '.join(axes)}", self.ranks_along(axes))
+            self._channels[tuple(axes)] = channel
         try:
-            found = self.channel.decide(text, partial(difference, what, self.channel.ranks), self.deadline / 2)
+            found = channel.decide(text, partial(difference, what, channel.ranks), self.deadline / 2)
         except LateRanksError as late:
             raise UnlikeRanksError(
                 f"ranks disagree on {what}: this rank, {self.channel.rank}, has {text!r} since now, and "
