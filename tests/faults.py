@@ -220,7 +220,9 @@ def install() -> None:
         launch = Run._launch
 
         def launched(run: Run, step: int) -> None:
-            if (case.phase, step) == ("compile", 1):
+            if (case.phase, step) == ("compile", 1) and "pipe" in case.grid:  # stages are not called as modules
+                act(case, run)
+            elif (case.phase, step) == ("compile", 1):
                 run.model.register_forward_pre_hook(lambda *_: act(case, run))
             if (case.phase, step) == ("first step", 1):
                 run.optimizer.register_step_pre_hook(lambda *_: act(case, run))

@@ -513,6 +513,8 @@ class Side:
     """What a habit keeps from step to step; tensors under a name with "parameter" are compared at the end."""
     drawn: list[Any] = field(default_factory=list)
     """The random numbers of each pass: a `Drawn` of this place on a grid, and one of each place on one process."""
+    warned: str = ""
+    """The warning that numbers of a part of a weight are not those of the weight."""
 
     def forward(self, micro: int = 0, name: str = "", *, leaf: bool = False, shift: Tensor | float = 0.0) -> Tensor:
         """A forward pass on a batch; keeps what is compared and returns the loss."""
@@ -787,12 +789,8 @@ def check(case: Case) -> Verdict:
         return check_drawn(case, one)
     if (bad := run_alone(one)) is not None:
         return bad
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        two, refused = run_on_grid(case)
-    verdict = refused or compared(case, one.found, two.found, grid_of(case.shape))
-    parts = next((str(each.message) for each in said if "is one of the parts" in str(each.message)), "")
-    return Verdict("warned", parts) if parts and verdict.kind == "SILENT" else verdict
+    two, refused = run_on_grid(case)
+    return refused or compared(one, two)
 
 
 def check_drawn(case: Case, one: Side) -> Verdict:
@@ -804,7 +802,7 @@ def check_drawn(case: Case, one: Side) -> Verdict:
     if refused or len(by_place) < case.places:
         return refused or Verdict("refused", "on another place; use the same rule on all")
     one.drawn = [list(each) for each in zip(*(by_place[place] for place in range(case.places)), strict=True)]
-    return run_alone(one) or compared(case, one.found, two.found, two.grid)
+    return run_alone(one) or compared(one, two)
 
 
 def run_alone(one: Side) -> Verdict | None:
@@ -822,10 +820,13 @@ def run_on_grid(case: Case) -> tuple[Side, Verdict | None]:
     try:
         policy = Policy(activations=case.mode, **dict(case.options))  # type: ignore[arg-type]
         ff.parallelize(two.model, grid, policy=policy)
-        for step in train(two):  # noqa: B007
-            pass
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step in train(two):  # noqa: B007
+                pass
     except Exception as error:
         return two, judged(error, step)
+    two.warned = next((str(each.message) for each in said if "is one of the parts" in str(each.message)), "")
     return two, None
 
 
@@ -894,7 +895,8 @@ def largest(value: Tensor) -> float:
     return value.to(torch.complex128).abs().max().item() if value.numel() else 0.0
 
 
-def compared(case: Case, one: dict[str, Any], two: dict[str, Any], grid: Grid) -> Verdict:
+def compared(process: Side, ranks: Side) -> Verdict:
+    case, one, two, grid = process.case, process.found, ranks.found, grid_of(process.case.shape)
     for name, value in tensors_in(one).items():
         if not value.isfinite().all():
             return Verdict("diverged", f"{name} is not finite on one process")
@@ -910,7 +912,8 @@ def compared(case: Case, one: dict[str, Any], two: dict[str, Any], grid: Grid) -
         comparison.note(name, expected, two[name], comparison.scales[kind_of(name)])
     for name in [name for name in one if name.endswith(": passes")]:
         compare_passes(comparison, case, name, one[name], two[name.removesuffix("es")], place)
-    return comparison.verdict()
+    verdict = comparison.verdict()
+    return Verdict("warned", ranks.warned) if ranks.warned and verdict.kind == "SILENT" else verdict
 
 
 def compare_passes(

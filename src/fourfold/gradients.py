@@ -325,7 +325,8 @@ class Gradients:
         self.places: ReductionOrder | None = None
         """Keeps the places along z in one order, for models in which each place runs code of its own."""
         self.all_come = False
-        """Whether all ranks are known to come to each forward pass, as in a loop of Fourfold's own."""
+        """Whether all ranks are known to run the same passes, as in a loop of Fourfold's own: nobody asks them. A rank
+        that is missing then shows in a collective, which the watch can name."""
         self._came = self._came_to_loss = -1
         """The backward passes that have come to the order of passes last, before messages over z and for a loss."""
         self._came_to_sums = False
@@ -425,7 +426,7 @@ class Gradients:
             self._come("a step of an optimizer", BATCH)
 
     def _come(self, kind: str, axes: Sequence[str]) -> None:
-        if len(self.grid.ranks) == 1:
+        if self.all_come or len(self.grid.ranks) == 1:
             return
         name, (parameter, _) = next(iter(self.parameters.items()), ("", (None, None)))
         if parameter is not None and not parameter.is_meta:
