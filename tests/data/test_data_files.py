@@ -345,7 +345,7 @@ def test_nanogpt_file(tmp_path: Path) -> None:
     assert source.document_starts(1, 5).tolist() == [2] and source.document_starts(2, 6).tolist() == [2, 5]
     unknown = NanoGPTFile(path)
     assert not unknown.has_documents
-    with pytest.raises(ValueError, match=r"train.bin does not say where documents start; .*eod="):
+    with pytest.raises(ValueError, match=r"train.bin does not say where documents start; .*as its eod"):
         unknown.document_starts(0, 7)
     for raw in (b"", b"123"):
         path.write_bytes(raw)
