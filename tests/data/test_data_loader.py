@@ -195,7 +195,7 @@ def test_sources_that_do_not_fit_the_model_are_refused(three: TokenFile, tmp_pat
     raw, ending = NanoGPTFile(tmp_path / "raw.bin"), NanoGPTFile(tmp_path / "raw.bin", eod=50)
     for source, options, message in (
         (three, {"vocab": 9}, r"three.tokens has ids 0 to 9, but the model has vocab=9; .* with vocab=10 or more"),
-        (raw, {"documents": True}, r"raw.bin does not say where documents start; .*eod="),
+        (raw, {"documents": True}, r"raw.bin does not say where documents start; .*as its eod"),
         (ending, {"vocab": 50}, r"raw.bin has eod=50, but the ids of a model with vocab=50 are 0 to 49"),
         (raw, {"seq": 8, "held_out": 0.5}, r"raw.bin of 9 tokens is too short"),
         (raw, {"micro_steps": 0}, "micro_steps=0"),
