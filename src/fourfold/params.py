@@ -94,8 +94,6 @@ ON_SHARDS = {aten.detach.default, aten.alias.default, *LIKE}
 
 RESHAPES = {aten.view.default, aten._unsafe_view.default}
 """Operations that torch runs on shards as if all were equally large, and that then fail on some ranks."""
-
-
 EXTREMES = {
     getattr(packet, overload)
     for packet in (aten.max, aten.min, aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.median)
@@ -118,6 +116,7 @@ class PartOf(NamedTuple):
 
 
 MIXES_ROWS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
+"""Operations that sum over rows, whatever the size of their result."""
 
 
 class GridDTensor(DTensor):
@@ -344,9 +343,11 @@ def _is_cut_unevenly(tensor: DTensor) -> bool:
     return any(length % parts for length, parts in zip(tensor.shape, _parts(tensor), strict=True))
 
 
-def _is_empty_somewhere(tensor: DTensor) -> bool:
+def _is_empty_somewhere(tensor: Tensor) -> bool:
     """Return whether the last ranks may hold nothing of a tensor, because all others hold a part rounded up."""
-    return any(parts > 1 and length < parts**2 for length, parts in zip(tensor.shape, _parts(tensor), strict=True))
+    return isinstance(tensor, DTensor) and any(
+        parts > 1 and length < parts**2 for length, parts in zip(tensor.shape, _parts(tensor), strict=True)
+    )
 
 
 def _parts(tensor: DTensor) -> list[int]:
