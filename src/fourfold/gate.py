@@ -35,7 +35,7 @@ or has saved or evaluated by itself. NCCL would let it wait as long in the pass'
 TOLD_SECONDS = 10.0
 """Seconds after which the first of the ranks says that it waits at the gate; it is the one that people let log."""
 WAITS_AT = "waits at"
-"""The key under which a rank shows the line at which it waits."""
+"""The key under which a rank shows the line at which it waits, or waited in vain the last time."""
 LIBRARIES = tuple(str(Path(module).parent) + os.sep for module in (str(torch.__file__), __file__))
 """Folders of the code that is not the user's."""
 
@@ -69,10 +69,11 @@ class Gate:
             about = f"{what} at {here} is a message between {ranks_text(ranks)}, which hold parts of what it reads"
             self._channel.put(WAITS_AT, here)
             missing = self._missing(name, ranks, about, seconds)
-            others = self._channel.collect(WAITS_AT, ranks, 0.0, partial=True) if missing else {}
-            self._channel.drop(WAITS_AT)
-            if missing:
-                elsewhere = [f" (rank {rank} waits at {there})" for rank, there in others.items() if there != here]
+            if not missing:
+                self._channel.drop(WAITS_AT)
+            else:  # others may be refused later, and read where this rank has waited
+                others = self._channel.collect(WAITS_AT, ranks, 0.0, partial=True)
+                elsewhere = [f" (rank {rank} came to {there})" for rank, there in others.items() if there != here]
                 raise RuntimeError(
                     f"{about}, and {missing} did not come here within {seconds:g} s{''.join(elsewhere[:1])}: "
                     "do it on all of them, from the same line, and print or log the result on one"

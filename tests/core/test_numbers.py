@@ -197,7 +197,7 @@ def ask_from_two_lines() -> str:
 def test_ranks_that_ask_from_two_lines_are_shown_both(ranks) -> None:
     said = ranks(2).run(ask_from_two_lines)
     assert any(
-        re.search(r"rank \d did not come here within 1 s \(rank \d waits at test_numbers.py:\d+\)", s) for s in said
+        re.search(r"rank \d did not come here within 1 s \(rank \d came to test_numbers.py:\d+\)", s) for s in said
     )
 
 
